@@ -1,0 +1,1 @@
+"""The diagnosis: detectors, incidents, suspects, verdicts and plans. Never imports torch."""
