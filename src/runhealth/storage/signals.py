@@ -46,33 +46,85 @@ _F, _D, _Q, _U = Dtype.F32, Dtype.F64, Dtype.I64, Dtype.U64
 STEP_SIGNALS = _catalogue(
     Signal("loss", "nats", _R, _F, "training loss of this rank's batch", "whether and when training left its trend"),
     Signal("eval_loss", "nats", _G, _F, "loss on held-out data", "overfitting and evaluation drift"),
-    Signal("grad_norm", "1", _G, _F, "global L2 gradient norm after the reduce, before clipping",
-           "bursts of gradient, and what clipping did to them"),
-    Signal("grad_norm_rank", "1", _R, _F, "L2 gradient norm of this rank before the reduce",
-           "which rank a bad gradient came from"),
-    Signal("clip_threshold", "1", _G, _F, "the norm that gradients are clipped to", "how far the norm is over its limit"),
-    Signal("clip_coef", "1", _G, _F, "min(1, threshold / norm): what the gradient was multiplied with",
-           "whether clipping took over the optimizer's direction"),
-    Signal("lr", "1", _G, _D, "learning rate of the first parameter group",
-           "a schedule that jumped, or was not restored"),
-    Signal("update_ratio", "1", _G, _F, "L2 norm of the last parameter update over L2 norm of the parameters",
-           "learning-rate and optimizer-state faults, which move it before the loss"),
+    Signal(
+        "grad_norm",
+        "1",
+        _G,
+        _F,
+        "global L2 gradient norm after the reduce, before clipping",
+        "bursts of gradient, and what clipping did to them",
+    ),
+    Signal(
+        "grad_norm_rank",
+        "1",
+        _R,
+        _F,
+        "L2 gradient norm of this rank before the reduce",
+        "which rank a bad gradient came from",
+    ),
+    Signal(
+        "clip_threshold", "1", _G, _F, "the norm that gradients are clipped to", "how far the norm is over its limit"
+    ),
+    Signal(
+        "clip_coef",
+        "1",
+        _G,
+        _F,
+        "min(1, threshold / norm): what the gradient was multiplied with",
+        "whether clipping took over the optimizer's direction",
+    ),
+    Signal(
+        "lr", "1", _G, _D, "learning rate of the first parameter group", "a schedule that jumped, or was not restored"
+    ),
+    Signal(
+        "update_ratio",
+        "1",
+        _G,
+        _F,
+        "L2 norm of the last parameter update over L2 norm of the parameters",
+        "learning-rate and optimizer-state faults, which move it before the loss",
+    ),
     Signal("weight_norm", "1", _G, _F, "L2 norm of all parameters", "weights that run away or do not move"),
     Signal("loss_scale", "1", _G, _D, "loss scale of fp16 training", "an fp16 overflow"),
     Signal("step_skipped", "count", _G, _Q, "1 if the optimizer step was skipped", "updates that never happened"),
-    Signal("overflow_count", "elements", _R, _Q, "elements beyond the low-precision range before the cast",
-           "an fp8 or fp16 overflow, and in which tensors"),
-    Signal("underflow_count", "elements", _R, _Q, "non-zero elements that the cast turned into zero",
-           "gradients lost to underflow"),
-    Signal("nonfinite_count", "elements", _R, _Q, "NaN and Inf among this rank's gradients",
-           "which rank went non-finite first"),
-    Signal("amax_ratio", "1", _R, _F, "largest amax over the amax that the fp8 scale was chosen for",
-           "a stale fp8 scale"),
+    Signal(
+        "overflow_count",
+        "elements",
+        _R,
+        _Q,
+        "elements beyond the low-precision range before the cast",
+        "an fp8 or fp16 overflow, and in which tensors",
+    ),
+    Signal(
+        "underflow_count",
+        "elements",
+        _R,
+        _Q,
+        "non-zero elements that the cast turned into zero",
+        "gradients lost to underflow",
+    ),
+    Signal(
+        "nonfinite_count",
+        "elements",
+        _R,
+        _Q,
+        "NaN and Inf among this rank's gradients",
+        "which rank went non-finite first",
+    ),
+    Signal(
+        "amax_ratio", "1", _R, _F, "largest amax over the amax that the fp8 scale was chosen for", "a stale fp8 scale"
+    ),
     Signal("logit_max", "1", _R, _F, "largest absolute logit", "logit growth"),
     Signal("activation_max", "1", _R, _F, "largest absolute activation", "activation outliers"),
     Signal("tokens", "tokens", _R, _Q, "tokens of this rank's batch", "cost in tokens"),
-    Signal("consumed_samples", "samples", _G, _Q, "samples seen since the run began",
-           "data that is repeated or skipped at a resume"),
+    Signal(
+        "consumed_samples",
+        "samples",
+        _G,
+        _Q,
+        "samples seen since the run began",
+        "data that is repeated or skipped at a resume",
+    ),
     Signal("epoch", "1", _G, _D, "epochs of data seen", "effects at epoch boundaries"),
     Signal("t_step_s", "s", _R, _F, "wall time of the step", "slow steps"),
     Signal("t_data_s", "s", _R, _F, "waiting for data", "a dataloader stall"),
@@ -94,7 +146,9 @@ LAYER_SIGNALS = _catalogue(
     Signal("update_norm", "1", _L, _F, "norm of the layer's last update", "a layer that does not move"),
     Signal("amax", "1", _L, _F, "largest absolute value before the cast", "how far a tensor is over its range"),
     Signal("amax_believed", "1", _L, _F, "the amax that the fp8 scale was chosen for", "a stale fp8 scale"),
-    Signal("overflow_count", "elements", _L, _Q, "elements beyond the range before the cast", "the tensor that overflows"),
+    Signal(
+        "overflow_count", "elements", _L, _Q, "elements beyond the range before the cast", "the tensor that overflows"
+    ),
     Signal("underflow_count", "elements", _L, _Q, "non-zero elements cast to zero", "the tensor that underflows"),
     Signal("elements", "elements", _L, _Q, "elements that were cast", "the share that overflows"),
     Signal("logit_max", "1", _L, _F, "largest absolute attention logit", "attention logit growth"),
@@ -102,10 +156,16 @@ LAYER_SIGNALS = _catalogue(
 )
 
 BATCH_SIGNALS = _catalogue(
-    Signal("token_entropy", "bits", _B, _F, "entropy of the batch's token histogram", "a corrupted or degenerate shard"),
-    Signal("token_unique_share", "1", _B, _F, "distinct tokens over vocabulary size", "a corrupted or degenerate shard"),
+    Signal(
+        "token_entropy", "bits", _B, _F, "entropy of the batch's token histogram", "a corrupted or degenerate shard"
+    ),
+    Signal(
+        "token_unique_share", "1", _B, _F, "distinct tokens over vocabulary size", "a corrupted or degenerate shard"
+    ),
     Signal("token_repeat_share", "1", _B, _F, "tokens equal to the token before them", "padding or repeated n-grams"),
-    Signal("label_mismatch_share", "1", _B, _F, "labels that are not the next input token", "labels shifted or shuffled"),
+    Signal(
+        "label_mismatch_share", "1", _B, _F, "labels that are not the next input token", "labels shifted or shuffled"
+    ),
     Signal("batch_loss", "nats", _B, _F, "loss of this micro-batch", "which micro-batch was bad"),
 )
 

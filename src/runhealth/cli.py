@@ -1,0 +1,114 @@
+"""`runhealth`: train, watch and keep runs. The diagnosis has a command of its own, `diagnose`.
+
+Each command imports its room only when it is called: `runhealth runs` works without torch, `runhealth train` without
+Streamlit.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from runhealth import __version__
+from runhealth.storage.errors import MissingExtraError, NoUsableDataError, RunhealthError, RunNotFoundError
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def _train(args: argparse.Namespace) -> int:
+    from runhealth.trainer.commands import run_train
+
+    return run_train(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from runhealth.trainer import demo
+
+    return demo.main(args.store)
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from runhealth.dashboard import launch
+
+    return launch.main(args.run, args.store, args.port)
+
+
+def _runs(args: argparse.Namespace) -> int:
+    from runhealth.storage.store import Store
+
+    store = Store(args.store)
+    runs = store.runs()
+    for run in runs:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_ns / 1e9)) if run.created_ns else "-"
+        print(f"{run.name:<32} {created:<17} {run.path}")
+    if not runs:
+        print(f"no runs in {store.root}; make one with `runhealth demo` or `runhealth train`", file=sys.stderr)
+    return EXIT_OK
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from runhealth.storage.publish import Publisher
+    from runhealth.storage.store import Store
+
+    run = Store(args.store).resolve(args.run)
+    Publisher(run.path).publish()
+    print(f"{run.path}/run.duckdb")
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    from runhealth.trainer.commands import add_train_arguments
+
+    parser = argparse.ArgumentParser(
+        prog="runhealth",
+        description="Train, watch and keep runs. To find out what went wrong with one: diagnose --run NAME.",
+    )
+    parser.add_argument("--version", action="version", version=f"runhealth {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    store = argparse.ArgumentParser(add_help=False)
+    store.add_argument("--store", help="folder or fsspec URL of the runs (default: $RUNHEALTH_STORE, else ./runs)")
+
+    train = commands.add_parser("train", parents=[store], help="train, resume, or roll back a run under supervision")
+    add_train_arguments(train)
+    train.set_defaults(call=_train)
+
+    demo = commands.add_parser("demo", parents=[store], help="train, break, diagnose and heal a run (2-3 minutes)")
+    demo.set_defaults(call=_demo)
+
+    dashboard = commands.add_parser("dashboard", parents=[store], help="open the live page of a run")
+    dashboard.add_argument("--run", help="name, unique prefix, path or `latest` (default: latest)")
+    dashboard.add_argument("--port", type=int, default=8501, help="port on 127.0.0.1 (default: 8501)")
+    dashboard.set_defaults(call=_dashboard)
+
+    runs = commands.add_parser("runs", parents=[store], help="list the runs of the store")
+    runs.set_defaults(call=_runs)
+
+    publish = commands.add_parser("publish", parents=[store], help="bring run.duckdb of a run up to date with its logs")
+    publish.add_argument("run", metavar="RUN")
+    publish.set_defaults(call=_publish)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 run not found, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.call(args))
+    except (RunNotFoundError, NoUsableDataError) as error:
+        print(f"runhealth: {error}", file=sys.stderr)
+        return EXIT_NOT_FOUND
+    except MissingExtraError as error:
+        print(f"runhealth: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RunhealthError as error:
+        print(f"runhealth: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
