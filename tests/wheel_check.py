@@ -61,9 +61,9 @@ def check_installed(wheel: Path, folder: Path) -> None:
     probe = "import importlib.util as u; assert not u.find_spec('torch') and not u.find_spec('streamlit')"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "RUNHEALTH"))}
     subprocess.run([python, "-c", probe], check=True, cwd=folder, env=environment)
+    command = "from runhealth.diagnose.cli import main; raise SystemExit(main())"
     done = subprocess.run(
-        [python, "-c", "from runhealth.diagnose.cli import main; raise SystemExit(main())"]
-        + ["--run", "40k-spike", "--format", "json"],
+        [python, "-c", command, "--run", "40k-spike", "--format", "json"],
         cwd=folder,
         env=environment,
         capture_output=True,
