@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     store = argparse.ArgumentParser(add_help=False)
     store.add_argument("--store", help="folder or fsspec URL of the runs (default: $RUNHEALTH_STORE, else ./runs)")
 
-    train = commands.add_parser("train", parents=[store], help="train, resume, or roll back a run under supervision")
+    train = commands.add_parser("train", help="train, resume, or roll back a run under supervision")
     add_train_arguments(train)
     train.set_defaults(call=_train)
 

@@ -54,6 +54,9 @@ class Alarm:
     ranks: tuple[int, ...] = ()
     layers: tuple[str, ...] = ()
     message: str = ""
+    severity: Severity | None = None  # set for facts, which have no outcome to derive it from
+    end_step: int | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +160,4 @@ class Report:
     last_step: int | None
     last_ts_ns: int = 0
     curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    late_records: int = 0  # records that came after their step had been judged

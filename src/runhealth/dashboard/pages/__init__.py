@@ -1,0 +1,1 @@
+"""One page a file: controls and order, nothing else."""

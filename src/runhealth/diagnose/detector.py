@@ -1,0 +1,66 @@
+"""What a detector is, and how the detectors in `detectors/` are found.
+
+A detector is one file with one class and a constant `DETECTOR` that names the class. It sees each closed frame once,
+keeps its own state, does no I/O, and returns alarms. An alarm of kind `CHANNEL` is no finding by itself: it joins the
+incident that another alarm opens, with its lead time.
+"""
+
+import copy
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import runhealth.diagnose.detectors as folder
+from runhealth.diagnose.codes import CODES
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+
+CHANNEL = "channel"
+
+
+class Detector(ABC):
+    """Base of the detectors. `kinds` lists every kind an alarm of this detector may have.
+
+    `replay` says whether the detector's baseline is rebuilt from the frames before a restart; a detector that compares
+    attempts with each other keeps its state instead.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]]
+    replay: ClassVar[bool] = True
+
+    @abstractmethod
+    def update(self, frame: Frame) -> list[Alarm]:
+        """Look at the next frame."""
+
+    def finish(self) -> list[Alarm]:
+        """The data ends here: say what only the whole series shows."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(dict(state)))
+
+
+def detector_classes() -> list[type[Detector]]:
+    """The classes of the folder, sorted by name.
+
+    Raises:
+        TypeError: a module without a valid `DETECTOR`, or two detectors of one name.
+    """
+    found: dict[str, type[Detector]] = {}
+    for module_info in pkgutil.iter_modules(folder.__path__):
+        module = importlib.import_module(f"{folder.__name__}.{module_info.name}")
+        found_class = getattr(module, "DETECTOR", None)
+        where = f"{folder.__name__}.{module_info.name}"
+        if not (isinstance(found_class, type) and issubclass(found_class, Detector)):
+            raise TypeError(f"{where}: expected DETECTOR to be a Detector class, met {found_class!r}")
+        unknown = set(found_class.kinds) - CODES.keys() - {CHANNEL}
+        if unknown or found_class.name in found:
+            raise TypeError(f"{where}: expected a new name and known kinds, met {found_class.name}, {sorted(unknown)}")
+        found[found_class.name] = found_class
+    return [found[name] for name in sorted(found)]

@@ -1,0 +1,58 @@
+"""The clip threshold is exceeded far more than the run's own habit: over 5 x the threshold and over 3 x the 95th
+percentile of what the run is used to, in at least 3 of the last 5 frames.
+
+A run that always clips a little is in order, so the norm is measured against both.
+"""
+
+import math
+from collections import deque
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import Baseline
+
+OVER_THRESHOLD = 5.0
+OVER_HABIT = 3.0
+OF_FRAMES = 5
+IN_FRAMES = 3
+REARM_FRAMES = 64
+
+
+class ClipBreach(Detector):
+    name: ClassVar[str] = "clip_breach"
+    kinds: ClassVar[tuple[str, ...]] = ("clip_breach",)
+
+    def __init__(self) -> None:
+        self._ratio = Baseline(256, least=32)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=OF_FRAMES)
+        self._since = REARM_FRAMES
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        norm, threshold = frame.get("grad_norm"), frame.get("clip_threshold")
+        self._since += 1
+        if norm is None or threshold is None or threshold <= 0 or not math.isfinite(norm) or norm <= 0:
+            return []
+        ratio = norm / threshold
+        habit = max(self._ratio.quantile(0.95), 0.0) if self._ratio.ready else math.inf
+        breached = ratio > OVER_THRESHOLD and ratio > OVER_HABIT * habit
+        self._recent.append((frame.step, ratio if breached else 0.0))
+        if not breached:
+            self._ratio.push(ratio)
+            return []
+        breaches = [(step, r) for step, r in self._recent if r > 0]
+        if len(breaches) < IN_FRAMES or self._since < REARM_FRAMES:
+            return []
+        self._since = 0
+        return [
+            Alarm(
+                detector=self.name, kind="clip_breach", signal="grad_norm", attempt=frame.attempt, step=frame.step,
+                onset_step=breaches[0][0], score=ratio / OVER_THRESHOLD, value=float(norm), baseline=float(threshold),
+                message=f"gradient norm {ratio:.0f} x the clip threshold {threshold:g} in {len(breaches)} of "
+                f"{len(self._recent)} steps; the run is used to {habit:.2g} x",
+            )
+        ]
+
+
+DETECTOR = ClipBreach

@@ -1,0 +1,86 @@
+"""Low-precision overflow that the run is not used to, and the tensors it happens in.
+
+Overflow counts leave a quiet habit (at least 16 elements and 8 x the 98th percentile so far), or the amax is over 1.3 x the
+98th percentile of amax/believed amax in 2 of 3 frames. The first 64 frames calibrate and raise nothing.
+"""
+
+from collections import deque
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import Baseline
+
+CALIBRATION_FRAMES = 64
+LEAST_ELEMENTS = 16
+COUNT_FACTOR = 8.0
+AMAX_FACTOR = 1.3
+AMAX_LEAST = 1.5
+REARM_FRAMES = 64
+
+
+class FpOverflow(Detector):
+    name: ClassVar[str] = "fp_overflow"
+    kinds: ClassVar[tuple[str, ...]] = ("fp_overflow",)
+
+    def __init__(self) -> None:
+        self._count = Baseline(256, least=16)
+        self._amax = Baseline(256, least=16)
+        self._amax_recent: deque[int] = deque(maxlen=3)
+        self._seen = 0
+        self._since = REARM_FRAMES
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        count, amax = frame.total("overflow_count"), frame.largest("amax_ratio")
+        if count is None and amax is None:
+            return []
+        self._seen += 1
+        self._since += 1
+        signal, value, habit = "", 0.0, 0.0
+        if count is not None:
+            habit = self._count.quantile(0.98) if self._count.ready else 0.0
+            if count >= max(LEAST_ELEMENTS, COUNT_FACTOR * habit):
+                signal, value = "overflow_count", float(count)
+            else:
+                self._count.push(float(count))
+        if amax is not None and not signal:
+            amax_habit = self._amax.quantile(0.98) if self._amax.ready else 1.0
+            high = amax > max(AMAX_LEAST, AMAX_FACTOR * amax_habit)
+            self._amax_recent.append(int(high))
+            if high and sum(self._amax_recent) >= 2:
+                signal, value, habit = "amax_ratio", float(amax), amax_habit
+            elif not high:
+                self._amax.push(float(amax))
+        if not signal or self._seen <= CALIBRATION_FRAMES or self._since < REARM_FRAMES:
+            if signal == "overflow_count" and self._seen <= CALIBRATION_FRAMES:
+                self._count.push(value)
+            return []
+        self._since = 0
+        layers = overflowing_layers(frame)
+        ranks = tuple(r for r, v in frame.per_rank(signal).items() if v >= 0.5 * value) if signal == "amax_ratio" else (
+            tuple(r for r, v in frame.per_rank(signal).items() if v > 0))
+        where = f" in {', '.join(layers[:3])}" if layers else ""
+        return [
+            Alarm(
+                detector=self.name, kind="fp_overflow", signal=signal, attempt=frame.attempt, step=frame.step,
+                onset_step=frame.step, score=value / max(habit, 1.0), value=value, baseline=habit,
+                ranks=ranks if len(ranks) < len(frame.ranks) else (), layers=layers,
+                message=f"{signal} {value:g} against {habit:g}{where}",
+            )
+        ]
+
+
+def overflowing_layers(frame: Frame) -> tuple[str, ...]:
+    """Layers with overflowing elements, or an amax over 1.3 x the believed one; most first."""
+    worst: dict[str, float] = {}
+    for sample in frame.layers:
+        count = sample.values.get("overflow_count", 0)
+        believed = sample.values.get("amax_believed", 0.0)
+        ratio = sample.values.get("amax", 0.0) / believed if believed else 0.0
+        if count > 0 or ratio > AMAX_FACTOR:
+            worst[sample.layer] = max(worst.get(sample.layer, 0.0), float(count), ratio)
+    return tuple(sorted(worst, key=lambda layer: (-worst[layer], layer))[:8])
+
+
+DETECTOR = FpOverflow

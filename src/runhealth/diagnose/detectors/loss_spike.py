@@ -1,0 +1,162 @@
+"""The loss leaves its trend upward: trailing robust z on log-loss.
+
+Centre = median of the last 128 points plus the split-median slope carried forward, at least the median of the last 16; scale = 1.4826·MAD, at least 0.01.
+Alarm at z >= 5 with an effect of at least +10 %. Flagged points enter the baseline winsorised at 3 sigma, so a spike
+never hides the next one; non-finite points never enter it. One-sided: a falling loss is no spike. Losses that can be
+zero or negative are judged on a linear scale, with a floor of 1 % of their own spread.
+"""
+
+import math
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import SortedWindow, mad_sigma, median
+
+WINDOW = 128
+LEAST = 32
+Z_ALARM = 5.0
+EFFECT = 0.10
+FLOOR = 0.01
+WINSOR_Z = 3.0
+DEBOUNCE_STEPS = 20
+REARM_POINTS = WINDOW // 2
+SCALE_EVERY = 8  # points between two computations of the scale
+RELEARN_POINTS = 512  # flagged without a pause for so long: this is the new level
+
+# A log may be an excerpt of a few lines: so few points only speak when the jump is beyond doubt.
+SHORT_LEAST = 3
+SHORT_Z = 12.0
+SHORT_EFFECT = 0.5
+
+
+class LossSpike(Detector):
+    name: ClassVar[str] = "loss_spike"
+    kinds: ClassVar[tuple[str, ...]] = ("loss_spike",)
+
+    def __init__(self) -> None:
+        self._all = SortedWindow(WINDOW)
+        self._old = SortedWindow(WINDOW // 2)
+        self._new = SortedWindow(WINDOW // 2)
+        self._last = SortedWindow(WINDOW // 8)
+        self._log = True
+        self._sigma = math.nan
+        self._sigma_age = SCALE_EVERY
+        self._since_alarm = 10**9
+        self._last_alarm_step: int | None = None
+        self._flagged_run = 0
+        self._above = False
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        loss = frame.loss
+        if loss is None or not math.isfinite(loss) or loss == 0.0:
+            return []
+        if self._log and loss <= 0.0:
+            self._to_linear()
+        y = math.log(loss) if self._log else loss
+        count = len(self._all)
+        if count < SHORT_LEAST:
+            self._push(y)
+            return []
+        center = self._center()
+        alarms: list[Alarm] = []
+        self._since_alarm += 1
+        excess = y - center
+        if excess > WINSOR_Z * self._floor():
+            sigma = self._scale()
+            z = excess / sigma
+            effect = math.expm1(min(excess, 700.0)) if self._log else excess / max(abs(center), sigma)
+            short = count < LEAST
+            flagged = z >= (SHORT_Z if short else Z_ALARM)
+            if flagged and effect >= (SHORT_EFFECT if short else EFFECT):
+                alarms = self._alarm(frame, loss, center, z)
+            else:
+                self._above = False
+            if flagged:
+                self._flagged_run += 1
+                if self._flagged_run >= RELEARN_POINTS:
+                    self._relearn()
+                y = center + WINSOR_Z * sigma
+            else:
+                self._flagged_run = 0
+        else:
+            self._above = False
+            self._flagged_run = 0
+        self._push(y)
+        return alarms
+
+    def _alarm(self, frame: Frame, loss: float, center: float, z: float) -> list[Alarm]:
+        armed = not self._above or self._since_alarm >= REARM_POINTS
+        self._above = True
+        last = self._last_alarm_step
+        if not armed or (last is not None and 0 <= frame.step - last < DEBOUNCE_STEPS):
+            return []
+        self._since_alarm = 0
+        self._last_alarm_step = frame.step
+        baseline = math.exp(center) if self._log else center
+        ranks = _outlying_ranks(frame, baseline)
+        return [
+            Alarm(
+                detector=self.name, kind="loss_spike", signal="loss", attempt=frame.attempt, step=frame.step,
+                onset_step=frame.step, score=z, value=loss, baseline=baseline, ranks=ranks,
+                message=f"loss {loss:.4g} against {baseline:.4g}, {z:.1f} robust sigma",
+            )
+        ]
+
+    def _push(self, y: float) -> None:
+        self._all.push(y)
+        self._last.push(y)
+        moved = self._new.push(y)
+        if moved is not None:
+            self._old.push(moved)
+        self._sigma_age += 1
+
+    def _center(self) -> float:
+        """Median plus the slope between the medians of the two halves, carried from the window's middle to now; not
+        under the median of the newest points, since a learning curve flattens."""
+        center = self._all.median()
+        if len(self._old) >= REARM_POINTS // 4:
+            center = max(center + self._new.median() - self._old.median(), self._last.median())
+        return center
+
+    def _scale(self) -> float:
+        if self._sigma_age >= SCALE_EVERY or len(self._all) < LEAST:
+            self._sigma = mad_sigma(self._all.ordered, self._all.median())
+            self._sigma_age = 0
+        return max(self._sigma, self._floor())
+
+    def _floor(self) -> float:
+        if self._log:
+            return FLOOR
+        ordered = self._all.ordered
+        return max(FLOOR * (ordered[-1] - ordered[0]), FLOOR * abs(self._all.median()), 1e-12)
+
+    def _to_linear(self) -> None:
+        points = [math.exp(v) for v in self._all.values]
+        self._log = False
+        self._relearn()
+        for point in points:
+            self._push(point)
+
+    def _relearn(self) -> None:
+        for window in (self._all, self._old, self._new, self._last):
+            window.clear()
+        self._sigma_age = SCALE_EVERY
+        self._flagged_run = 0
+
+
+def _outlying_ranks(frame: Frame, baseline: float) -> tuple[int, ...]:
+    """The ranks that carry the excess, when it is not shared by all: those with over half the largest excess."""
+    losses = frame.per_rank("loss")
+    if len(losses) < 2:
+        return ()
+    excess = {rank: (loss - baseline if math.isfinite(loss) else math.inf) for rank, loss in losses.items()}
+    largest = max(excess.values())
+    if median(sorted(excess.values())) > 0.5 * largest and len(losses) > 2:
+        return ()
+    chosen = tuple(rank for rank, value in excess.items() if value >= 0.5 * largest)
+    return chosen if len(chosen) < len(losses) else ()
+
+
+DETECTOR = LossSpike

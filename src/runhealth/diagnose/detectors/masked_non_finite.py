@@ -1,0 +1,88 @@
+"""The log hides non-finite steps.
+
+Told by a gradient norm that is not finite while the loss is exactly 0, or equals the mean of all losses before it, or
+has vanished from a row that always held it. A vanished loss is non-finite by itself where the log says that no step was
+skipped: Megatron leaves the field out when there was nothing finite to print.
+"""
+
+import math
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+
+LEAST_ROWS = 5
+MEAN_SHARE = 1e-3
+REARM_FRAMES = 64
+
+
+class MaskedNonFinite(Detector):
+    name: ClassVar[str] = "masked_non_finite"
+    kinds: ClassVar[tuple[str, ...]] = ("masked_non_finite", "non_finite")
+
+    def __init__(self) -> None:
+        self._keys: frozenset[str] = frozenset()
+        self._rows = 0
+        self._sum = 0.0
+        self._losses = 0
+        self._scale: float | None = None
+        self._since: dict[str, int] = {}
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        values = next(iter(frame.ranks.values()), {})
+        for kind in self._since:
+            self._since[kind] += 1
+        norm, loss = frame.get("grad_norm"), frame.loss
+        lowered = self._lowered(frame)
+        skipped = frame.get("step_skipped")
+        bad_norm = norm is not None and not math.isfinite(norm) and not skipped and not lowered
+        alarms: list[Alarm] = []
+        if loss is None:
+            vanished = self._rows >= LEAST_ROWS and values.keys() | {"loss"} == self._keys
+            excused = bool(skipped) if skipped is not None else lowered
+            if vanished and not excused:
+                alarms += self._once(frame, "non_finite", "the loss is missing from a row that always held it")
+                if bad_norm:
+                    alarms += self._once(
+                        frame, "masked_non_finite",
+                        "the log leaves the loss out while the gradient norm is not finite",
+                    )
+            return alarms
+        if bad_norm and math.isfinite(loss):
+            if loss == 0.0:
+                alarms += self._once(frame, "masked_non_finite",
+                                     "the log shows a loss of exactly 0 while the gradient norm is not finite")
+            elif self._losses >= LEAST_ROWS:
+                mean = self._sum / self._losses
+                if abs(loss - mean) <= MEAN_SHARE * abs(mean):
+                    alarms += self._once(frame, "masked_non_finite",
+                                         f"the log shows the mean of all losses before ({mean:.4g}) in place of a "
+                                         "loss that is not finite")
+        if math.isfinite(loss):
+            self._sum += loss
+            self._losses += 1
+        keys = frozenset(values)
+        self._rows = self._rows + 1 if keys == self._keys else 1
+        self._keys = keys
+        return alarms
+
+    def _lowered(self, frame: Frame) -> bool:
+        scale = frame.get("loss_scale")
+        before, self._scale = self._scale, float(scale) if scale is not None else self._scale
+        return scale is not None and before is not None and scale < before
+
+    def _once(self, frame: Frame, kind: str, message: str) -> list[Alarm]:
+        fresh = self._since.get(kind, REARM_FRAMES) >= REARM_FRAMES
+        self._since[kind] = 0
+        if not fresh:
+            return []
+        return [
+            Alarm(
+                detector=self.name, kind=kind, signal="loss", attempt=frame.attempt, step=frame.step,
+                onset_step=frame.step, score=math.inf, value=math.nan, baseline=math.nan, message=message,
+            )
+        ]
+
+
+DETECTOR = MaskedNonFinite

@@ -1,0 +1,63 @@
+"""The loss ends where it started. Only of a run that is seen from its beginning, and of at least 10 points."""
+
+import math
+from collections import deque
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import mad_sigma, median
+
+LEAST_POINTS = 10
+BEGINNING_STEPS = 10
+ENDS_OVER = 0.98  # of the start
+
+
+class NotLearning(Detector):
+    name: ClassVar[str] = "not_learning"
+    kinds: ClassVar[tuple[str, ...]] = ("not_learning",)
+    replay: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._head: list[float] = []
+        self._tail: deque[float] = deque(maxlen=32)
+        self._first: tuple[int, int] | None = None
+        self._last = (0, 0)
+        self._points = 0
+        self._lowest = math.inf
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        loss = frame.loss
+        if loss is None or not math.isfinite(loss) or loss == 0.0:
+            return []
+        if self._first is None:
+            self._first = (frame.attempt, frame.step)
+        self._last = (frame.attempt, frame.step)
+        if len(self._head) < 32:
+            self._head.append(loss)
+        self._tail.append(loss)
+        self._points += 1
+        self._lowest = min(self._lowest, loss)
+        return []
+
+    def finish(self) -> list[Alarm]:
+        if self._first is None or self._points < LEAST_POINTS or self._first[1] > BEGINNING_STEPS:
+            return []
+        width = max(1, min(16, self._points // 5))
+        start, end = median(sorted(self._head[:width])), median(sorted(list(self._tail)[-width:]))
+        noise = mad_sigma(sorted(self._head), median(sorted(self._head)))
+        learned = start - self._lowest > 3 * noise and self._points >= 100 and self._lowest < 0.9 * start
+        if start <= 0 or end < ENDS_OVER * start or learned:
+            return []
+        return [
+            Alarm(
+                detector=self.name, kind="not_learning", signal="loss", attempt=self._first[0], step=self._last[1],
+                onset_step=self._first[1], score=1.0, value=end, baseline=start, end_step=self._last[1],
+                message=f"the loss is {end:.4g} after {self._points} points and was {start:.4g} at the start: nothing "
+                "was learned",
+            )
+        ]
+
+
+DETECTOR = NotLearning

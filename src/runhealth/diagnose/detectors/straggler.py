@@ -1,0 +1,73 @@
+"""One rank holds the others up: its compute is longest, and it waits least.
+
+Wall times are equal behind an all-reduce, so they tell nothing about ranks; compute (forward and backward) and wait do.
+A rank is named when its compute is over 10 % and 6 robust sigma above the median of the others in five frames running,
+and its wait, where recorded, is the smallest of all.
+"""
+
+import math
+from collections import deque
+from typing import ClassVar
+
+from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import Baseline, median
+
+EXCESS = 0.10
+Z_ALARM = 6.0
+FRAMES = 5
+REARM_FRAMES = 256
+
+
+class Straggler(Detector):
+    name: ClassVar[str] = "straggler"
+    kinds: ClassVar[tuple[str, ...]] = ("straggler",)
+
+    def __init__(self) -> None:
+        self._habit = Baseline(128, least=16, floor=0.01)  # largest excess of any rank, as a share
+        self._recent: deque[tuple[int, int | None, float]] = deque(maxlen=FRAMES)
+        self._since = REARM_FRAMES
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        if len(frame.ranks) < 2:
+            return []
+        self._since += 1
+        compute = {
+            rank: values["t_forward_s"] + values.get("t_backward_s", 0.0)
+            for rank, values in frame.ranks.items()
+            if "t_forward_s" in values
+        }
+        if len(compute) < 2:
+            return []
+        slowest = max(compute, key=lambda r: (compute[r], -r))
+        others = median(sorted(v for r, v in compute.items() if r != slowest))
+        if not math.isfinite(compute[slowest]) or others <= 0:
+            return []
+        excess = compute[slowest] / others - 1
+        waits = {rank: values["t_wait_s"] for rank, values in frame.ranks.items() if "t_wait_s" in values}
+        least = not waits or slowest not in waits or waits[slowest] <= 1.05 * min(waits.values())
+        ready = self._habit.ready
+        beyond = ready and excess > EXCESS and least and (excess - self._habit.center) > Z_ALARM * self._habit.sigma
+        self._recent.append((frame.step, slowest if beyond else None, excess))
+        if not beyond:
+            self._habit.push(excess)
+            return []
+        named = {rank for _, rank, _ in self._recent}
+        if len(self._recent) < FRAMES or len(named) > 1 or self._since < REARM_FRAMES:
+            return []
+        self._since = 0
+        typical = median(sorted(e for _, _, e in self._recent))
+        wait = " and it waits least" if waits else ""
+        return [
+            Alarm(
+                detector=self.name, kind="straggler", signal="t_forward_s", attempt=frame.attempt, step=frame.step,
+                onset_step=self._recent[0][0], score=typical / EXCESS, value=compute[slowest], baseline=others,
+                ranks=(slowest,),
+                message=f"rank {slowest} computes {typical:.0%} longer than the others since step "
+                f"{self._recent[0][0]:,}{wait}: it holds them up",
+            )
+        ]
+
+
+DETECTOR = Straggler

@@ -1,0 +1,46 @@
+"""The last update's norm over the parameters' norm: over twice its trailing median. A channel, no finding by itself.
+
+It moves the same step as a wrong learning rate or a lost optimizer state, before the loss; bad data leave it near
+normal (in 70 of 71 and 0 of 63 labelled spikes of the project's bench).
+"""
+
+import math
+from typing import ClassVar
+
+from runhealth.diagnose.detector import CHANNEL, Detector
+from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import Baseline
+
+FACTOR = 2.0
+REARM_FRAMES = 32
+
+
+class UpdateRatio(Detector):
+    name: ClassVar[str] = "update_ratio"
+    kinds: ClassVar[tuple[str, ...]] = (CHANNEL,)
+
+    def __init__(self) -> None:
+        self._ratio = Baseline(64, least=16)
+        self._since = REARM_FRAMES
+
+    def update(self, frame: Frame) -> list[Alarm]:
+        ratio = frame.get("update_ratio")
+        self._since += 1
+        if ratio is None or not math.isfinite(ratio) or ratio <= 0:
+            return []
+        center = self._ratio.center if self._ratio.ready else math.inf
+        self._ratio.push(float(ratio))
+        if ratio <= FACTOR * center or self._since < REARM_FRAMES:
+            return []
+        self._since = 0
+        return [
+            Alarm(
+                detector=self.name, kind=CHANNEL, signal="update_ratio", attempt=frame.attempt, step=frame.step,
+                onset_step=frame.step, score=ratio / center, value=float(ratio), baseline=center,
+                message=f"update ratio {ratio:.3g}, {ratio / center:.1f} x its median",
+            )
+        ]
+
+
+DETECTOR = UpdateRatio

@@ -1,0 +1,320 @@
+"""The engine: records in, findings out. The same for a live run, for chunks of one, and for a finished one."""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from runhealth.diagnose import event_facts
+from runhealth.diagnose.batches import BatchHabit
+from runhealth.diagnose.case import Case
+from runhealth.diagnose.detector import Detector, detector_classes
+from runhealth.diagnose.findings import Alarm, Finding, Missing, Report, SuspectResult
+from runhealth.diagnose.frames import Frame, FrameAssembler
+from runhealth.diagnose.history import History
+from runhealth.diagnose.incident import CAUSAL_KINDS, IncidentTracker, Tracked
+from runhealth.diagnose.judge import walk
+from runhealth.diagnose.rollback import Planner, wants_rollback
+from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
+from runhealth.diagnose.verdicts import fact_of, findings_of, merge
+from runhealth.storage.errors import PlanError
+from runhealth.storage.records import BatchRecord, CheckpointRecord, EventKind, Record, RunEvent, SourceInfo
+
+REPLAY_FRAMES = 256  # frames before a restart that rebuild the detectors' baselines
+NEARBY_STEPS = 8
+CURVE_BEFORE_STEPS = 40
+KEY_SIGNALS = ("loss", "grad_norm", "lr", "update_ratio", "grad_norm_rank", "token_entropy")
+CAUSE_STEPS = 10  # an onset so close to that of an earlier rollback is the same incident again
+
+
+class _Judged:
+    """What the last walk over the suspects said about an incident."""
+
+    __slots__ = ("clip_threshold", "details", "layers", "nearby", "suspects", "verdict")
+
+    def __init__(self, suspects: tuple[SuspectResult, ...], verdict: str, details: dict[str, object],
+                 nearby: list[BatchRecord], layers: tuple[str, ...], clip_threshold: float | None) -> None:
+        self.suspects, self.verdict, self.details = suspects, verdict, details
+        self.nearby, self.layers, self.clip_threshold = nearby, layers, clip_threshold
+
+
+class Engine:
+    """Feed records in any interleaving of ranks; ask for findings at any time.
+
+    `window` = (first, last) limits what is judged to these steps; earlier frames still build the baselines.
+    """
+
+    def __init__(self, *, suspects: Sequence[Suspect] | None = None, window: tuple[int, int] | None = None) -> None:
+        self._suspects = tuple(suspects) if suspects is not None else load_suspects()
+        self._known = {suspect.name: suspect for suspect in self._suspects}
+        self._window = window
+        self._assembler = FrameAssembler()
+        self._habit = BatchHabit()
+        self._history = History()
+        self._tracker = IncidentTracker()
+        self._classes = {cls.name: cls for cls in detector_classes()}
+        self._detectors: dict[str, Detector] = {name: cls() for name, cls in self._classes.items()}
+        self._updates: list[Callable[[Frame], list[Alarm]]] = []
+        self._bind()
+        self._facts: list[Alarm] = []
+        self._judged: dict[str, _Judged] = {}
+        self._told: dict[str, str] = {}
+        self._finished = False
+
+    def feed(self, record: Record) -> list[Finding]:
+        """Add one record. Returns findings that are new, or changed since they were last returned."""
+        return self._changed() if self.feed_quietly(record) else []
+
+    def feed_quietly(self, record: Record) -> bool:
+        """Add one record; say only whether findings may have changed. For a post-mortem, which reports at the end."""
+        if isinstance(record, CheckpointRecord):
+            self._history.add_checkpoint(record)
+            return False
+        if isinstance(record, RunEvent):
+            self._history.add_event(record)
+            world = record.data.get("world_size", record.data.get("world"))
+            if record.kind in (EventKind.RUN_START, EventKind.ATTEMPT_START) and isinstance(world, int):
+                self._assembler.expect_ranks(record.attempt, world)
+            return False
+        changed = False
+        for frame in self._assembler.feed(record):
+            changed |= self._frame(frame)
+        return changed
+
+    def finish(self) -> list[Finding]:
+        """The data end here. Further records are not expected."""
+        for frame in self._assembler.finish():
+            self._frame(frame)
+        if not self._finished:
+            for detector in self._detectors.values():
+                self._facts.extend(a for a in detector.finish() if self._in_window(a) and a.kind not in CAUSAL_KINDS)
+            for tracked in self._tracker.end_attempt():
+                self._walk(tracked)
+            self._finished = True
+        return self._changed()
+
+    def report(self, source: SourceInfo) -> Report:
+        """Everything known so far. Before `finish()`, open incidents are judged as they stand."""
+        history = self._history
+        steps = list(history.attempts())
+        return Report(
+            source=source,
+            attempts=tuple(steps),
+            findings=tuple(self._findings(source.name)),
+            missing=self._missing(),
+            first_step=min((a.first_step for a in steps), default=None),
+            last_step=max((a.last_step for a in steps), default=None),
+            last_ts_ns=history.last_ts_ns,
+            curves=history.curves(),
+            late_records=self._assembler.late_records,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to go on; plain containers and records, fit for pickle."""
+        return copy.deepcopy({
+            "assembler": self._assembler.state_dict(),
+            "habit": self._habit.state_dict(),
+            "history": self._history.state_dict(),
+            "tracker": self._tracker.state_dict(),
+            "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
+            "facts": self._facts,
+            "judged": self._judged,
+            "told": self._told,
+            "window": self._window,
+            "finished": self._finished,
+        })
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = copy.deepcopy(dict(state))
+        self._assembler.load_state_dict(state["assembler"])
+        self._habit.load_state_dict(state["habit"])
+        self._history.load_state_dict(state["history"])
+        self._tracker.load_state_dict(state["tracker"])
+        for name, detector in self._detectors.items():
+            detector.load_state_dict(state["detectors"][name])
+        self._facts, self._judged, self._told = state["facts"], state["judged"], state["told"]
+        self._window, self._finished = state["window"], state["finished"]
+
+    # -- one frame --------------------------------------------------------------------------------------------------
+
+    def _frame(self, frame: Frame) -> bool:
+        """Returns whether findings may have changed."""
+        due: list[Tracked] = []
+        if frame.batches:
+            frame.outliers = self._habit.judge(frame.batches)
+        if frame.new_attempt and self._history.lasts:
+            due.extend(self._tracker.end_attempt())
+            for tracked in due:
+                self._walk(tracked)
+            self._rewind(frame)
+        self._history.append(frame)
+        alarms: list[Alarm] = []
+        for update in self._updates:
+            raised = update(frame)
+            if raised:
+                alarms.extend(raised)
+        if alarms and self._window is not None:
+            alarms = [alarm for alarm in alarms if self._in_window(alarm)]
+        facts = [a for a in alarms if a.kind not in CAUSAL_KINDS and a.kind != "channel"]
+        self._facts.extend(facts)
+        walks = self._tracker.update(frame, alarms)
+        for tracked in walks:
+            self._walk(tracked)
+        return bool(due or walks or facts)
+
+    def _rewind(self, frame: Frame) -> None:
+        """A new attempt: baselines are what lies before its first step."""
+        before = self._history.rewind(frame.step)[-REPLAY_FRAMES:]
+        for name, cls in self._classes.items():
+            if cls.replay:
+                detector = self._detectors[name] = cls()
+                for old in before:
+                    detector.update(old)
+        self._bind()
+
+    def _bind(self) -> None:
+        self._updates = [detector.update for detector in self._detectors.values()]
+
+    def _in_window(self, alarm: Alarm) -> bool:
+        return self._window is None or self._window[0] <= alarm.step <= self._window[1]
+
+    def _walk(self, tracked: Tracked) -> None:
+        judged = self._judge(tracked)
+        if judged is not None:
+            self._judged[tracked.id] = judged
+
+    def _judge(self, tracked: Tracked) -> _Judged | None:
+        frames = self._history.frames
+        if not frames or (tracked.id in self._judged and frames[0].step > tracked.onset_step
+                          and frames[0].attempt >= tracked.attempt):
+            return None  # the ring has moved on; what was said with the telemetry at hand stands
+        _, back = tracked.loss_outcome()
+        case = Case(tracked.incident(), list(frames), loss_back_step=back)
+        suspects, verdict = walk(case, self._suspects)
+        onset = tracked.onset_step
+        details: dict[str, object] = {}
+        nearby: list[BatchRecord] = []
+        strong = case.outliers(case.between(case.loss_step - 2, case.loss_step))
+        if verdict == "bad_shard" and strong:
+            details["shard"] = max(strong, key=lambda o: (o.hash_mismatch, abs(o.largest.z) if o.largest else 0)).batch.shard
+            nearby = case.batches(onset - NEARBY_STEPS, case.horizon_step)[:512]
+        implicated = next((s for s in suspects if s.suspect == verdict), None)
+        layers = next((e.layers for e in implicated.evidence if e.layers), ()) if implicated else ()
+        threshold = next((t for f in reversed(case.before) if (t := f.get("clip_threshold")) is not None), None)
+        span = max(CURVE_BEFORE_STEPS, 2 * (tracked.seen_step - onset))
+        details["curves"] = {
+            name: [[step, value if math.isfinite(value) else None] for step, value in points]
+            for name in ("loss", "grad_norm")
+            if (points := _spark(self._history.window(tracked.attempt, name, onset - span, onset + 2 * span)))
+        }
+        return _Judged(suspects, verdict, details, nearby, layers, float(threshold) if threshold is not None else None)
+
+    # -- findings ---------------------------------------------------------------------------------------------------
+
+    def _findings(self, run: str) -> list[Finding]:
+        planner = self._planner(run)
+        found: list[Finding] = []
+        for tracked in (*self._tracker.closed, *self._tracker.open):
+            judged = self._judged.get(tracked.id) or self._judge(tracked)
+            if judged is None:
+                continue
+            for finding in findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details):
+                found.append(self._planned(self._healed(finding), judged, planner))
+        facts = [*self._facts, *event_facts.alarms(self._history)]
+        found.extend(fact_of(alarm) for alarm in facts)
+        return merge(found)
+
+    def _planned(self, finding: Finding, judged: _Judged, planner: Planner) -> Finding:
+        if not wants_rollback(finding) or not self._history.checkpoints:
+            return finding
+        try:
+            plan = planner.plan(finding, judged.nearby, judged.layers, judged.clip_threshold)
+        except PlanError as error:
+            return replace(finding, details={**finding.details, "no_plan": str(error)})
+        return replace(finding, remedy=replace(finding.remedy, plan=plan))
+
+    def _healed(self, finding: Finding) -> Finding:
+        """Did a later attempt go over the same steps without the trouble? The finding stays, and says so."""
+        history = self._history
+        for attempt in sorted(history.firsts):
+            if attempt <= finding.attempt or history.firsts[attempt] > finding.onset_step:
+                continue
+            passed = history.lasts[attempt] >= finding.peak_step + 20
+            again = any(
+                t.attempt == attempt and t.onset_step <= finding.peak_step + 20 and not t.recovered
+                for t in (*self._tracker.closed, *self._tracker.open)
+            )
+            if passed and not again:
+                return replace(
+                    finding, summary=f"{finding.summary} Attempt {attempt} passed these steps without it.",
+                    details={**finding.details, "healed_by_attempt": attempt},
+                )
+        return finding
+
+    def _planner(self, run: str) -> Planner:
+        history = self._history
+        vain: dict[str, set[int]] = {}
+        rollbacks = [e for e in history.events if e.kind == EventKind.ROLLBACK]
+        for tracked in (*self._tracker.closed, *self._tracker.open):
+            for event in rollbacks:
+                onset, step = event.data.get("onset_step"), event.data.get("checkpoint_step")
+                same = isinstance(onset, int) and abs(onset - tracked.onset_step) <= CAUSE_STEPS
+                if same and isinstance(step, int) and event.attempt <= tracked.attempt:
+                    vain.setdefault(tracked.id, set()).add(step)
+        seconds = [float(v) for f in history.frames if (v := f.largest("t_step_s")) is not None]
+        return Planner(
+            run=run, checkpoints=history.checkpoints, attempt_first_steps=history.firsts, last_steps=history.lasts,
+            outliers=history.outliers, step_seconds=seconds, tokens_per_step=history.tokens_per_step,
+            used_in_vain=vain,
+        )
+
+    def _missing(self) -> tuple[Missing, ...]:
+        known = self._history.signals
+        return tuple(Missing(signal=s, would_tell=would_tell(s)) for s in KEY_SIGNALS if s not in known)
+
+    def _changed(self) -> list[Finding]:
+        changed = []
+        for finding in self._findings(""):
+            digest = _digest(finding)
+            if self._told.get(finding.id) != digest:
+                self._told[finding.id] = digest
+                changed.append(finding)
+        return changed
+
+    @property
+    def last_step(self) -> int | None:
+        frames = self._history.frames
+        return frames[-1].step if frames else None
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """Names of all signals met so far; layer signals with the prefix `layer.`."""
+        return frozenset(self._history.signals)
+
+
+def _spark(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    from runhealth.diagnose.history import decimate
+
+    return list(decimate(points, 72))
+
+
+def _digest(finding: Finding) -> str:
+    from runhealth.diagnose.report.json import finding_json
+
+    return hashlib.sha256(json.dumps(finding_json(finding), sort_keys=True).encode()).hexdigest()
+
+
+def verdict_hash(report: Report) -> str:
+    """One hash over what was concluded: attempts and findings with all evidence. Equal for equal conclusions, however
+    the records arrived."""
+    from runhealth.diagnose.report.json import attempt_json, finding_json
+
+    said = {
+        "attempts": [attempt_json(a) for a in report.attempts],
+        "findings": [finding_json(f) for f in report.findings],
+        "missing": [m.signal for m in report.missing],
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

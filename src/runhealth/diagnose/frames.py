@@ -1,0 +1,235 @@
+"""Frames: everything that all ranks said about one step of one attempt, in one object.
+
+Records arrive interleaved, late, in chunks. The assembler closes frames in (attempt, step) order, and the frames it
+closes do not depend on how the records were interleaved, as long as no rank is more than `MAX_PENDING` frames behind:
+
+- a frame closes once every rank that is known to write in this attempt has moved on to a later step;
+- while the number of ranks is unknown, the first `MAX_PENDING` frames of an attempt are held, so that a rank that
+  starts late is still counted;
+- when more than `MAX_PENDING` frames are pending, the oldest closes without the ranks that lag;
+- an attempt closes once all its ranks write in a later one; `finish()` closes what is left.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runhealth.diagnose.batches import BatchOutlier
+from runhealth.storage.records import BatchRecord, LayerSample, Scalar, StepRecord
+
+MAX_PENDING = 64
+
+
+class Frame:
+    """One step of one attempt over all ranks.
+
+    `ranks` maps a rank to its scalars. `batches` is sorted by (rank, micro_batch), `layers` by (rank, layer).
+    `loss` is the mean over the ranks whose loss is finite; NaN when ranks reported a loss and none is finite; None
+    when no rank reported one.
+    """
+
+    __slots__ = ("attempt", "batches", "layers", "loss", "new_attempt", "outliers", "ranks", "step", "ts_ns")
+
+    def __init__(self, attempt: int, step: int) -> None:
+        self.attempt = attempt
+        self.step = step
+        self.ts_ns = 0
+        self.ranks: dict[int, Mapping[str, Scalar]] = {}
+        self.batches: list[BatchRecord] = []
+        self.layers: list[LayerSample] = []
+        self.loss: float | None = None
+        self.outliers: tuple[BatchOutlier, ...] = ()  # filled by the engine, see `batches.BatchHabit`
+        self.new_attempt = False
+
+    def get(self, name: str) -> Scalar | None:
+        """The value of a signal of the whole job: the lowest rank's that has it."""
+        ranks = self.ranks
+        if len(ranks) == 1:
+            for values in ranks.values():
+                return values.get(name)
+        for rank in ranks:  # sorted by `seal`
+            value = ranks[rank].get(name)
+            if value is not None:
+                return value
+        return None
+
+    def per_rank(self, name: str) -> dict[int, Scalar]:
+        """rank -> value, for the ranks that reported the signal."""
+        return {rank: values[name] for rank, values in self.ranks.items() if name in values}
+
+    def total(self, name: str) -> Scalar | None:
+        """Sum over the ranks that reported the signal, None when none did."""
+        found = [values[name] for values in self.ranks.values() if name in values]
+        return sum(found) if found else None
+
+    def largest(self, name: str) -> Scalar | None:
+        """Maximum over the ranks that reported the signal (NaN ignored), None when none did."""
+        found = [v for values in self.ranks.values() if (v := values.get(name)) is not None and v == v]
+        return max(found) if found else None
+
+    def seal(self) -> None:
+        """Put everything in an order that does not depend on arrival, and compute `loss`."""
+        if len(self.ranks) > 1:
+            self.ranks = dict(sorted(self.ranks.items()))
+        if len(self.batches) > 1:
+            self.batches.sort(key=lambda b: (b.rank, b.micro_batch))
+        if len(self.layers) > 1:
+            self.layers.sort(key=lambda s: (s.rank, s.layer))
+        total, finite, seen = 0.0, 0, False
+        for values in self.ranks.values():
+            loss = values.get("loss")
+            if loss is not None:
+                seen = True
+                if math.isfinite(loss):
+                    total += loss
+                    finite += 1
+        if seen:
+            self.loss = total / finite if finite else math.nan
+
+
+class _Attempt:
+    """Pending frames of one attempt and how far each rank has come."""
+
+    def __init__(self) -> None:
+        self.frames: dict[int, Frame] = {}
+        self.latest: dict[int, int] = {}
+        self.at: dict[int, int] = {}  # step -> number of ranks whose latest step it is
+        self.floor = -1
+        self.held = True
+
+
+class FrameAssembler:
+    """Records in, closed frames out. `world_size` may be told by an event; otherwise the start of each attempt is
+    held until the ranks are known."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[int, _Attempt] = {}
+        self._worlds: dict[int, int] = {}
+        self._current: int | None = None
+        self._closed_step: int | None = None
+        self._last_attempt: int | None = None
+        self.late_records = 0
+
+    def expect_ranks(self, attempt: int, world_size: int) -> None:
+        self._worlds[attempt] = world_size
+
+    def feed(self, record: StepRecord | BatchRecord | LayerSample) -> list[Frame]:
+        """Add a record; return the frames that it closes, oldest first."""
+        number = record.attempt
+        if self._current is None:
+            self._current = number
+        elif number < self._current and not self._reopen(number):
+            self.late_records += 1
+            return []
+        attempt = self._attempts.get(number)
+        if attempt is None:
+            attempt = self._attempts[number] = _Attempt()
+        step, rank = record.step, record.rank
+        if number == self._last_attempt and self._closed_step is not None and step <= self._closed_step:
+            self.late_records += 1
+            return []
+        frame = attempt.frames.get(step)
+        if frame is None:
+            frame = attempt.frames[step] = Frame(number, step)
+        if isinstance(record, StepRecord):
+            known = frame.ranks.get(rank)
+            frame.ranks[rank] = record.values if known is None else {**known, **record.values}
+        elif isinstance(record, BatchRecord):
+            frame.batches.append(record)
+        else:
+            frame.layers.append(record)
+        if record.ts_ns > frame.ts_ns:
+            frame.ts_ns = record.ts_ns
+        before = attempt.latest.get(rank)
+        if before == step:
+            return []
+        if before is None or step > before:
+            attempt.latest[rank] = step
+            at = attempt.at
+            at[step] = at.get(step, 0) + 1
+            if before is not None:
+                at[before] -= 1
+                if not at[before]:
+                    del at[before]
+            if before is None or before == attempt.floor:
+                attempt.floor = min(at)
+        return self._close()
+
+    def finish(self) -> list[Frame]:
+        """The data ends here: close everything."""
+        closed: list[Frame] = []
+        for number in sorted(self._attempts):
+            closed.extend(self._take(number, None))
+        self._attempts.clear()
+        return closed
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(dict(state)))
+
+    def _reopen(self, number: int) -> bool:
+        """A record of an earlier attempt may still join while no frame of a later attempt has closed."""
+        if self._last_attempt is None or number >= self._last_attempt:
+            self._current = number
+            return True
+        return False
+
+    def _close(self) -> list[Frame]:
+        closed: list[Frame] = []
+        while self._current is not None:
+            number = self._current
+            attempt = self._attempts.get(number)
+            later = [n for n in self._attempts if n > number] if len(self._attempts) > 1 else []
+            if attempt is not None and attempt.frames:
+                limit = self._limit(number, attempt)
+                if limit is not None:
+                    closed.extend(self._take(number, limit))
+            if not later or not self._over(attempt, later):
+                break
+            closed.extend(self._take(number, None))
+            self._attempts.pop(number, None)
+            self._current = min(later)
+        return closed
+
+    def _limit(self, number: int, attempt: _Attempt) -> int | None:
+        """Frames below this step close; None: nothing closes yet."""
+        pending = len(attempt.frames)
+        limit: int | None = None
+        world = self._worlds.get(number)
+        if attempt.held and (
+            (world is not None and len(attempt.latest) >= world) or pending > MAX_PENDING
+        ):
+            attempt.held = False
+        if not attempt.held:
+            limit = attempt.floor
+        if pending > MAX_PENDING:
+            overdue = sorted(attempt.frames)[pending - MAX_PENDING]
+            limit = overdue if limit is None else max(limit, overdue)
+        return limit
+
+    def _over(self, attempt: _Attempt | None, later: list[int]) -> bool:
+        if attempt is None:
+            return True
+        newer: set[int] = set()
+        for number in later:
+            newer |= self._attempts[number].latest.keys()
+            if len(self._attempts[number].frames) > MAX_PENDING:
+                return True
+        return attempt.latest.keys() <= newer
+
+    def _take(self, number: int, limit: int | None) -> Iterator[Frame]:
+        attempt = self._attempts.get(number)
+        if attempt is None:
+            return
+        frames = attempt.frames
+        steps = sorted(step for step in frames if limit is None or step < limit)
+        for step in steps:
+            frame = frames.pop(step)
+            frame.new_attempt = number != self._last_attempt
+            self._last_attempt = number
+            self._closed_step = step
+            frame.seal()
+            yield frame

@@ -1,0 +1,312 @@
+"""Alarms of one cause become one incident, and the incident is followed until it is over.
+
+An alarm joins the open incident if it comes at most `JOIN_FRAMES` later, or while the loss has not come back. Channel
+alarms (learning rate, update ratio, token statistics) open nothing; those of the last `LEAD_FRAMES` join the incident
+that follows, and the onset is that of the earliest channel.
+"""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runhealth.diagnose.detector import CHANNEL
+from runhealth.diagnose.findings import Alarm, Incident, Outcome
+from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.robust import median
+
+LOSS_KINDS = ("loss_spike", "loss_divergence")
+CAUSAL_KINDS = (*LOSS_KINDS, "non_finite", "loss_scale_collapse", "fp_overflow", "clip_breach", "gradient_spike")
+JOIN_FRAMES = 32
+LEAD_FRAMES = 32
+OPEN_FRAMES = 512  # an incident whose loss never came back takes in alarms for so long
+CLOSE_FRAMES = 32  # so long after the last alarm, a recovered incident is over
+BACK_POINTS, BACK_OF = 2, 3  # the loss is back when so many of so many points are at the old level
+TRANSIENT_STEPS = 20
+SETTLED_POINTS = 16  # points after the onset before an incident may be called non-recovering
+LEVEL_POINTS = 16  # losses before the alarm whose median is the level to come back to
+HUGE = math.log(2.0)
+FAST_RISE_POINTS = 20  # a spike reaches half its height faster than this; a divergence does not
+WALK_AT = (2, 16, 64)  # frames after the first alarm at which the suspects are walked
+
+
+class Tracked:
+    """An incident while it is followed: its alarms and how the loss behaves since. Mutable."""
+
+    def __init__(self, attempt: int, index: int, first: Alarm) -> None:
+        self.id = f"a{attempt}-s{first.step}"
+        self.attempt = attempt
+        self.alarms: list[Alarm] = []
+        self.first_index = index
+        self.last_index = index
+        self.last_step = first.step
+        self.seen_step = first.step
+        self.closed = False
+        self.walks = 0
+        self.count = 0
+        # loss
+        self.baseline = math.nan
+        self.sigma = math.nan
+        self.peak = -math.inf
+        self.peak_value = math.nan
+        self.peak_step = first.step
+        self.points = 0
+        self.points_since_peak = 0
+        self.rises: list[tuple[int, float]] = []
+        self.recent: deque[float] = deque(maxlen=32)
+        self.above_points = 1
+        self.backs: deque[tuple[int, bool]] = deque(maxlen=BACK_OF)
+        self.back_step: int | None = None
+        self.back_from = first.step
+        self.loss_nan_run = 0
+        # other channels
+        self.bad_last_step: int | None = None
+        self.bad_points = 0
+        self.good_run = 0
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    def of(self, *kinds: str) -> list[Alarm]:
+        return [alarm for alarm in self.alarms if alarm.kind in kinds]
+
+    @property
+    def has_loss(self) -> bool:
+        return not math.isnan(self.baseline)
+
+    @property
+    def onset_step(self) -> int:
+        return min(alarm.onset_step for alarm in self.alarms)
+
+    @property
+    def loss_onset_step(self) -> int | None:
+        steps = [alarm.onset_step for alarm in self.alarms if alarm.kind in LOSS_KINDS]
+        return min(steps) if steps else None
+
+    @property
+    def loss_is_back(self) -> bool:
+        """Back at two of three points: another alarm is another incident."""
+        return self.has_loss and self.back_step is not None
+
+    @property
+    def recovered(self) -> bool:
+        if self.has_loss and self.back_step is None:
+            return False
+        return self.bad_last_step is None or self.good_run > 0
+
+    def incident(self) -> Incident:
+        order = {kind: position for position, kind in enumerate(CAUSAL_KINDS)}
+        alarms = sorted(self.alarms, key=lambda a: (order.get(a.kind, 99), a.onset_step, a.signal))
+        return Incident(id=self.id, attempt=self.attempt, onset_step=self.onset_step, alarms=tuple(alarms),
+                        last_alarm_step=self.last_step)
+
+    # -- following it -----------------------------------------------------------------------------------------------
+
+    def add(self, alarm: Alarm, index: int, before: Sequence[float] = ()) -> None:
+        """Take in an alarm; `before` are the last losses before it."""
+        known = next((a for a in self.alarms if a.signal == alarm.signal and a.kind == alarm.kind), None)
+        if known is None or alarm.kind != CHANNEL:
+            if len(self.alarms) < 64:
+                self.alarms.append(alarm)
+        if alarm.kind == CHANNEL:
+            return
+        self.last_index, self.last_step = index, max(self.last_step, alarm.step)
+        if alarm.kind in LOSS_KINDS:
+            self.count += 1
+            if not self.has_loss:
+                self.baseline = alarm.baseline
+                self.sigma = abs(self._excess(alarm.value) / alarm.score) if alarm.score else math.nan
+                if len(before) >= LEVEL_POINTS:
+                    # the detector's centre may lie under the curve where the curve bends
+                    level = median(sorted(list(before)[-LEVEL_POINTS:]))
+                    if self.baseline < level < alarm.value:
+                        self.baseline = level
+                excess = self._excess(alarm.value)
+                self.peak, self.peak_value, self.peak_step = excess, alarm.value, alarm.step
+                self.rises.append((0, excess))
+            self.back_step = None
+            self.backs.clear()
+        elif alarm.kind == "non_finite":
+            self.bad_last_step = alarm.step
+            self.good_run = 0
+
+    def observe(self, frame: Frame) -> None:
+        """Follow the loss, and whether values are finite, frame by frame."""
+        self.seen_step = frame.step
+        if self.bad_last_step is not None:
+            signals = {a.signal for a in self.alarms if a.kind == "non_finite"}
+            bad = any(
+                (v := values.get(signal)) is not None and not math.isfinite(v)
+                for values in frame.ranks.values()
+                for signal in signals
+            )
+            measured = any(signal in values for values in frame.ranks.values() for signal in signals)
+            if bad:
+                self.bad_last_step = frame.step
+                self.bad_points += 1
+                self.good_run = 0
+            elif measured:
+                self.good_run += 1
+        if self.has_loss and frame.loss is not None and self.back_step is None:
+            self._observe_loss(frame.step, frame.loss)
+
+    def _observe_loss(self, step: int, loss: float) -> None:
+        self.points += 1
+        if not math.isfinite(loss):
+            self.loss_nan_run += 1
+            self.backs.clear()
+            return
+        self.loss_nan_run = 0
+        excess = self._excess(loss)
+        self.recent.append(excess)
+        if excess > self.peak:
+            self.peak, self.peak_value, self.peak_step = excess, loss, step
+            self.points_since_peak = 0
+            if excess > 1.02 * self.rises[-1][1]:
+                self.rises.append((self.points, excess))
+        else:
+            self.points_since_peak += 1
+        under = excess <= self._tolerance()
+        self.backs.append((step, under))
+        if not under:
+            self.above_points += 1
+        unders = [s for s, is_under in self.backs if is_under]
+        self.back_from = unders[0] if unders else step
+        if len(unders) >= BACK_POINTS:
+            self.back_step = self.back_from
+
+    def _excess(self, loss: float) -> float:
+        if self.baseline > 0 and loss > 0:
+            return math.log(loss / self.baseline)
+        return loss - self.baseline
+
+    def _tolerance(self) -> float:
+        tenth = math.log(1.1) if self.baseline > 0 else 0.1 * abs(self.baseline)
+        return max(3.0 * self.sigma, min(0.25 * self.peak, tenth))
+
+    # -- how it ended -----------------------------------------------------------------------------------------------
+
+    def loss_kind(self) -> str:
+        """Spike or divergence: by how long the loss took to half its height, or by the detector that saw it."""
+        if not self.of("loss_spike"):
+            return "loss_divergence"
+        half = next((point for point, excess in self.rises if excess >= 0.5 * self.peak), 0)
+        return "loss_divergence" if half > FAST_RISE_POINTS and self.back_step is None else "loss_spike"
+
+    def loss_outcome(self) -> tuple[Outcome, int | None]:
+        """How the loss came out of it, and the step at which it was back."""
+        if self.loss_nan_run:
+            return Outcome.NON_RECOVERING, None
+        back = self.back_step
+        if back is None and self.backs and self.backs[-1][1]:
+            back = self.backs[-1][0]  # the data end with the first point that is back
+        onset = self.loss_onset_step or self.onset_step
+        if back is not None:
+            # Logged now and then, a bump of one point says no more than that it was gone at the next look.
+            brief = back - onset <= TRANSIENT_STEPS or (self.above_points <= 1 and self.peak < HUGE)
+            return (Outcome.TRANSIENT if brief else Outcome.RECOVERING), back
+        if not self.recent or self.points < SETTLED_POINTS:
+            return Outcome.ONGOING, None
+        now = median(sorted(list(self.recent)[-8:]))
+        then = median(sorted(list(self.recent)[:8]))
+        falling = len(self.recent) >= SETTLED_POINTS and now < 0.9 * then
+        if now < 0.5 * self.peak and falling and self.points_since_peak >= SETTLED_POINTS:
+            return Outcome.RECOVERING, None
+        return Outcome.NON_RECOVERING, None
+
+    def finite_outcome(self) -> tuple[Outcome, int | None]:
+        first = min((a.onset_step for a in self.of("non_finite")), default=self.onset_step)
+        last = self.bad_last_step if self.bad_last_step is not None else first
+        if self.good_run:
+            return (Outcome.TRANSIENT if last - first <= TRANSIENT_STEPS else Outcome.RECOVERING), last
+        return (Outcome.NON_RECOVERING if self.bad_points >= SETTLED_POINTS else Outcome.ONGOING), None
+
+    def burst_outcome(self) -> tuple[Outcome, int | None]:
+        """Of incidents without a loss alarm: over once no alarm came for a while."""
+        if not self.closed:
+            return Outcome.ONGOING, None
+        span = self.last_step - self.onset_step
+        return (Outcome.TRANSIENT if span <= TRANSIENT_STEPS else Outcome.RECOVERING), self.last_step
+
+
+class IncidentTracker:
+    """Groups alarms; says which incidents are due for a walk over the suspects."""
+
+    def __init__(self) -> None:
+        self.open: list[Tracked] = []
+        self.closed: list[Tracked] = []
+        self._index = 0
+        self._channels: deque[tuple[int, Alarm]] = deque()
+        self._losses: deque[float] = deque(maxlen=2 * LEVEL_POINTS)
+
+    def update(self, frame: Frame, alarms: list[Alarm]) -> list[Tracked]:
+        """Returns incidents that are due for a walk: new information, or over."""
+        self._index += 1
+        index = self._index
+        for tracked in self.open:
+            tracked.observe(frame)
+        heads = [alarm for alarm in alarms if alarm.kind in CAUSAL_KINDS]
+        channels = [alarm for alarm in alarms if alarm.kind == CHANNEL]
+        for alarm in heads:
+            tracked_or_none = self._joinable(index, alarm)
+            if tracked_or_none is None:
+                tracked = Tracked(alarm.attempt, index, alarm)
+                for _, channel in self._channels:
+                    tracked.add(channel, index)
+                self._channels.clear()
+                self.open.append(tracked)
+            else:
+                tracked = tracked_or_none
+            tracked.add(alarm, index, self._losses)
+            if alarm.kind == "non_finite":
+                tracked.bad_points += 1
+        for channel in channels:
+            target = self._joinable(index, channel)
+            if target is not None and index - target.first_index <= LEAD_FRAMES:
+                target.add(channel, index)
+            else:
+                self._channels.append((index, channel))
+        while self._channels and index - self._channels[0][0] > LEAD_FRAMES:
+            self._channels.popleft()
+        if frame.loss is not None and math.isfinite(frame.loss):
+            self._losses.append(frame.loss)
+        return self._due(index)
+
+    def end_attempt(self) -> list[Tracked]:
+        """The attempt, or the data, ends: what is open is judged as it stands and followed no further."""
+        ended = self.open
+        self.open = []
+        self.closed.extend(ended)
+        self._channels.clear()
+        return ended
+
+    def _joinable(self, index: int, alarm: Alarm) -> Tracked | None:
+        for tracked in reversed(self.open):
+            since = index - tracked.last_index
+            if tracked.loss_is_back:
+                fresh = alarm.kind in LOSS_KINDS and alarm.onset_step >= tracked.back_from
+                if not fresh and since <= JOIN_FRAMES:
+                    return tracked
+            elif since <= JOIN_FRAMES or (tracked.has_loss and index - tracked.first_index <= OPEN_FRAMES):
+                return tracked
+        return None
+
+    def _due(self, index: int) -> list[Tracked]:
+        due = []
+        for tracked in list(self.open):
+            age = index - tracked.first_index
+            if tracked.recovered and index - tracked.last_index >= CLOSE_FRAMES:
+                tracked.closed = True
+                self.open.remove(tracked)
+                self.closed.append(tracked)
+                due.append(tracked)
+            elif tracked.walks < len(WALK_AT) and age >= WALK_AT[tracked.walks]:
+                tracked.walks += 1
+                due.append(tracked)
+        return due
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(dict(state)))

@@ -1,0 +1,1 @@
+"""Forms of the report: text, JSON, Markdown."""

@@ -1,0 +1,1 @@
+"""Suspects, one file each; found by folder scan and the entry-point group `runhealth.suspects`."""

@@ -1,0 +1,187 @@
+"""A corrupted data shard.
+
+No precursor: the loss and the raw gradient norm jump on the bad steps, on the ranks that read the shard, while the
+update ratio stays near normal. The token statistics, or the shard's hash, tie with the loss or lead it.
+"""
+
+import math
+from collections.abc import Iterator
+
+from runhealth.diagnose import queries
+from runhealth.diagnose.batches import BatchOutlier
+from runhealth.diagnose.case import Case
+from runhealth.diagnose.findings import Evidence
+from runhealth.diagnose.robust import median
+from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
+
+LEAD_STEPS = 2  # an outlier so many steps before the loss still counts as its cause
+UNITS = {"token_entropy": " bits"}
+
+
+def investigate(case: Case) -> Iterator[Evidence]:
+    attempt, loss_step = case.incident.attempt, case.loss_step
+    first, last = loss_step - LEAD_STEPS, loss_step
+    at_onset = case.outliers(case.between(first, last))
+    if not at_onset:
+        yield from _nothing_there(case, first, last)
+        return
+    shard = _main_shard(at_onset)
+    of_shard = [o for o in case.outliers() if o.batch.shard == shard and o.batch.step >= first]
+    ranks = tuple(sorted({o.batch.rank for o in of_shard}))
+    span = (min(o.batch.step for o in of_shard), max(o.batch.step for o in of_shard))
+    lead = next(o for o in at_onset if o.batch.shard == shard)
+    yield from _statistics(case, lead, shard, span, ranks)
+    yield from _hash(case, of_shard, shard, span, ranks)
+    yield from _elsewhere(case, shard)
+    yield from _ranks(case, ranks)
+    ratio = case.baseline("update_ratio")
+    if ratio.ready:
+        moved = case.first("update_ratio", 2.0 * ratio.center, first=case.onset_step - 8, last=loss_step - 1)
+        if moved is not None:
+            yield Evidence(
+                claim=f"the update ratio was {moved[1] / ratio.center:.1f} x normal before the loss moved",
+                weight_nats=-2.0, steps=(moved[0], moved[0]), value=moved[1], baseline=ratio.center,
+                query=queries.steps("max", "update_ratio", attempt, moved[0], moved[0]),
+            )
+        else:
+            value = _largest(case, "update_ratio", loss_step - 4, loss_step - 1)
+            if value is not None:
+                yield Evidence(
+                    claim="the update ratio was normal until the loss moved", weight_nats=0.7,
+                    steps=(loss_step - 4, loss_step - 1), value=value, baseline=ratio.center,
+                    query=queries.steps("max", "update_ratio", attempt, loss_step - 4, loss_step - 1),
+                )
+
+
+def _nothing_there(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    batches = case.batches(first, last)
+    told = [b for b in batches if b.values or (b.shard_hash is not None and b.manifest_hash is not None)]
+    later = [o for o in case.outliers() if o.batch.step > last]
+    if later:
+        step = later[0].batch.step
+        yield Evidence(claim=f"unusual batches only came at step {step:,}, after the loss had moved",
+                       weight_nats=-3.0, steps=(step, step), ranks=(later[0].batch.rank,))
+    elif told:
+        yield Evidence(
+            claim=f"the {len(told)} batches read at the onset look like all others", weight_nats=VETO_NATS,
+            steps=(first, last),
+        )
+
+
+def _statistics(
+    case: Case, lead: BatchOutlier, shard: str, span: tuple[int, int], ranks: tuple[int, ...]
+) -> Iterator[Evidence]:
+    deviation = lead.largest
+    if deviation is None:
+        return
+    label = deviation.signal.replace("_", " ")
+    unit = UNITS.get(deviation.signal, "")
+    steps = f"steps {span[0]:,}-{span[1]:,}" if span[1] > span[0] else f"step {span[0]:,}"
+    batch = lead.batch
+    yield Evidence(
+        claim=f"shard {shard or '(unnamed)'}: {label} {deviation.value:.3g}{unit} (normal {deviation.baseline:.3g}), "
+        f"on rank {', '.join(map(str, ranks))}, {steps}",
+        weight_nats=3.5 if batch.step <= case.loss_step else 1.5,
+        steps=span, ranks=ranks, value=deviation.value, baseline=deviation.baseline,
+        query=queries.batches("max", deviation.signal, batch.attempt, batch.step, batch.rank, batch.micro_batch),
+    )
+    second = [d for d in lead.deviations if d.signal != deviation.signal and abs(d.z) >= 6]
+    if second:
+        other = second[0]
+        yield Evidence(
+            claim=f"so is its {other.signal.replace('_', ' ')}: {other.value:.3g} (normal {other.baseline:.3g})",
+            weight_nats=0.7, steps=(batch.step, batch.step), ranks=(batch.rank,), value=other.value,
+            baseline=other.baseline,
+            query=queries.batches("max", other.signal, batch.attempt, batch.step, batch.rank, batch.micro_batch),
+        )
+
+
+def _hash(
+    case: Case, of_shard: list[BatchOutlier], shard: str, span: tuple[int, int], ranks: tuple[int, ...]
+) -> Iterator[Evidence]:
+    attempt = case.incident.attempt
+    wrong = [o for o in of_shard if o.hash_mismatch]
+    if wrong:
+        first, last = min(o.batch.step for o in wrong), max(o.batch.step for o in wrong)
+        count = sum(1 for o in case.outliers(case.between(first, last)) if o.hash_mismatch)
+        yield Evidence(
+            claim=f"the bytes of shard {shard} are not those of the data manifest (xxh3 differs)",
+            weight_nats=3.5, steps=(first, last), ranks=ranks, value=float(count), baseline=0.0,
+            query=queries.hash_mismatches(attempt, first, last),
+        )
+    elif case.has("shard_hash"):
+        yield Evidence(
+            claim=f"the bytes of shard {shard} are those of the data manifest: damaged before it was written, or "
+            "merely unusual",
+            weight_nats=-0.5, steps=span, ranks=ranks, value=0.0, baseline=0.0,
+            query=queries.hash_mismatches(attempt, *span),
+        )
+
+
+def _elsewhere(case: Case, shard: str) -> Iterator[Evidence]:
+    """Outliers as strong that left the loss alone weaken the claim; none before make it no precursor."""
+    earlier = case.outliers(case.before)
+    batches = sum(len(frame.batches) for frame in case.before)
+    if batches < 16:
+        return
+    if len(earlier) > 0.02 * batches:
+        yield Evidence(
+            claim=f"{len(earlier)} of {batches} batches before were as unusual and the loss did not move",
+            weight_nats=-2.5, value=float(len(earlier)),
+        )
+    elif not earlier:
+        yield Evidence(claim=f"none of the {batches} batches before was unusual, whatever shard it came from",
+                       weight_nats=0.7, value=0.0)
+
+
+def _ranks(case: Case, readers: tuple[int, ...]) -> Iterator[Evidence]:
+    """Who reads the shard carries the loss and the raw gradient; the other ranks do not."""
+    frames = [f for f in case.between(case.loss_step, case.loss_step) if len(f.ranks) > 1]
+    if not frames or len(readers) >= len(frames[0].ranks):
+        return
+    frame = frames[0]
+    for signal, label in (("loss", "loss"), ("grad_norm_rank", "gradient norm before the reduce")):
+        habit = case.rank_baseline(signal)
+        values = {r: float(v) for r, v in frame.per_rank(signal).items()}
+        mine = [v for r, v in values.items() if r in readers]
+        others = [v for r, v in values.items() if r not in readers and math.isfinite(v)]
+        if not mine or not others or not math.isfinite(habit) or habit == 0:
+            continue
+        high = max((v for v in mine if math.isfinite(v)), default=math.inf)
+        rest = median(sorted(others))
+        told = abs(high - habit) > 2 * abs(rest - habit) and high > habit
+        yield Evidence(
+            claim=f"{label} {'rose on' if told else 'did not single out'} the reading rank"
+            f"{'s' if len(readers) > 1 else ''} {', '.join(map(str, readers))}: {high:.3g} against {rest:.3g} elsewhere",
+            weight_nats=1.5 if told else -1.0, steps=(frame.step, frame.step), ranks=readers,
+            value=high if math.isfinite(high) else None, baseline=rest,
+            query=queries.steps("max", signal, frame.attempt, frame.step, frame.step, readers),
+        )
+
+
+def _main_shard(outliers: list[BatchOutlier]) -> str:
+    """The shard with the strongest outlier at the onset."""
+    def strength(outlier: BatchOutlier) -> float:
+        deviation = outlier.largest
+        return (100.0 if outlier.hash_mismatch else 0.0) + (abs(deviation.z) if deviation else 0.0)
+
+    return max(outliers, key=strength).batch.shard
+
+
+def _largest(case: Case, signal: str, first: int, last: int) -> float | None:
+    values = [float(v) for f in case.between(first, last) if (v := f.get(signal)) is not None and math.isfinite(v)]
+    return max(values, default=None)
+
+
+SUSPECT = Suspect(
+    name="bad_shard",
+    title="bad shard",
+    needs=Needs(
+        any=("token_entropy", "token_unique_share", "token_repeat_share", "label_mismatch_share", "shard_hash"),
+        optional=("shard", "grad_norm_rank", "update_ratio"),
+    ),
+    investigate=investigate,
+    action="rollback_and_skip",
+    remedy="go back to before the bad samples and skip them",
+    explains="damaged or degenerate training data reached the ranks that read one shard",
+)

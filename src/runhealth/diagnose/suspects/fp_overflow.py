@@ -1,0 +1,125 @@
+"""fp8 or fp16 overflow.
+
+The amax grows over the one that the scale was chosen for, elements saturate in named tensors, and the loss follows. A
+context gate: where no overflow count, amax or loss scale is recorded, nothing can be said. A bf16 run records none.
+"""
+
+import math
+from collections.abc import Iterator
+
+from runhealth.diagnose import queries
+from runhealth.diagnose.case import Case
+from runhealth.diagnose.findings import Evidence
+from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
+
+LEAD_STEPS = 32
+LEAST_ELEMENTS = 16
+COUNT_FACTOR = 8.0
+AMAX_FACTOR = 1.3
+AMAX_LEAST = 1.5
+
+
+def investigate(case: Case) -> Iterator[Evidence]:
+    first, last = case.loss_step - LEAD_STEPS, case.loss_step
+    found = list(_counts(case, first, last)) + list(_amax(case, first, last)) + list(_scale(case, first, last))
+    yield from found
+    if any(e.weight_nats > 0 for e in found):
+        yield from _tensors(case, first, last)
+    elif not any(e.weight_nats < 0 for e in found):
+        measured = [s for s in ("overflow_count", "amax_ratio", "loss_scale") if case.has(s)]
+        yield Evidence(claim=f"{', '.join(measured)} stayed within the run's habit up to the onset",
+                       weight_nats=VETO_NATS, steps=(first, last))
+
+
+def _counts(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    if not case.has("overflow_count"):
+        return
+    habit = _count_habit(case)
+    limit = max(LEAST_ELEMENTS, COUNT_FACTOR * habit)
+    attempt = case.incident.attempt
+    before = [(f.step, float(t)) for f in case.between(first, last) if (t := f.total("overflow_count")) and t >= limit]
+    after = [f.step for f in case.around if f.step > last and (f.total("overflow_count") or 0) >= limit]
+    if before:
+        step, count = before[0]
+        yield Evidence(
+            claim=f"{count:,.0f} elements overflowed at step {step:,} (habit {habit:.0f})"
+            + (f", {last - step} steps before the loss moved" if step < last else ", with the loss"),
+            weight_nats=3.5 if step < last else 2.5, steps=(step, last), value=count, baseline=habit,
+            query=queries.steps("sum", "overflow_count", attempt, step, step),
+        )
+    elif after:
+        yield Evidence(
+            claim=f"elements overflow only from step {after[0]:,} on, after the loss had moved: a consequence",
+            weight_nats=-3.5, steps=(after[0], after[-1]),
+        )
+
+
+def _amax(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    if not case.has("amax_ratio"):
+        return
+    habit = Baseline(512, least=8)
+    habit.extend(float(v) for f in case.before if (v := f.largest("amax_ratio")) is not None and math.isfinite(v))
+    usual = habit.quantile(0.98) if habit.ready else 1.0
+    limit = max(AMAX_LEAST, AMAX_FACTOR * usual)
+    high = [(f.step, float(v)) for f in case.between(first, last) if (v := f.largest("amax_ratio")) and v > limit]
+    if high:
+        step, value = high[0]
+        yield Evidence(
+            claim=f"amax was {value:.2g} x the one the scale was chosen for at step {step:,} (98 % of steps: under {usual:.2g})",
+            weight_nats=2.5 if len(high) >= 2 or step == last else 1.5, steps=(step, last), value=value, baseline=usual,
+            query=queries.steps("max", "amax_ratio", case.incident.attempt, step, step),
+        )
+
+
+def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    if not case.has("loss_scale"):
+        return
+    values = [(f.step, float(v)) for f in case.between(first, last) if (v := f.get("loss_scale")) is not None and v > 0]
+    usual = case.baseline("loss_scale")
+    if not values or not usual.ready or usual.center <= 0:
+        return
+    step, low = min(values, key=lambda p: p[1])
+    doublings = math.log2(usual.center / low) if low > 0 else 0.0
+    if doublings >= 3.5:
+        yield Evidence(
+            claim=f"the loss scale had fallen from {usual.center:g} to {low:g} by step {step:,}, before the loss moved",
+            weight_nats=2.5, steps=(step, last), value=low, baseline=usual.center,
+            query=queries.steps("min", "loss_scale", case.incident.attempt, step, step),
+        )
+
+
+def _tensors(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    counts: dict[str, tuple[int, float]] = {}
+    for sample in case.layers(first, last):
+        count = float(sample.values.get("overflow_count", 0))
+        if count > 0:
+            step, total = counts.get(sample.layer, (sample.step, 0.0))
+            counts[sample.layer] = (min(step, sample.step), total + count)
+    if not counts:
+        return
+    names = sorted(counts, key=lambda n: (-counts[n][1], n))[:4]
+    earliest = counts[names[0]][0]
+    yield Evidence(
+        claim=f"the overflow is in {', '.join(names)}", weight_nats=1.0, steps=(earliest, last), layers=tuple(names),
+        value=counts[names[0]][1],
+        query=queries.layers("sum", "overflow_count", case.incident.attempt, first, last, names[0]),
+    )
+
+
+def _count_habit(case: Case) -> float:
+    habit = Baseline(512, least=8)
+    habit.extend(float(t) for f in case.before if (t := f.total("overflow_count")) is not None)
+    return habit.quantile(0.98) if habit.ready else 0.0
+
+
+SUSPECT = Suspect(
+    name="fp_overflow",
+    title="fp8/fp16 overflow",
+    needs=Needs(any=("overflow_count", "amax_ratio", "loss_scale"), optional=("layer.overflow_count",)),
+    investigate=investigate,
+    action="rollback_and_repair",
+    remedy="go back, refill the amax histories and keep the named tensors in higher precision",
+    explains="values beyond the low-precision range were clipped to it or became infinite",
+    repairs=("fresh_amax", "higher_precision"),
+)

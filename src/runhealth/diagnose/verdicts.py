@@ -1,0 +1,232 @@
+"""Findings out of incidents and facts: kind, severity, outcome, the sentence a person can act on, and merging."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from runhealth.diagnose.codes import CODES
+from runhealth.diagnose.findings import (
+    UNDETERMINED,
+    Alarm,
+    Finding,
+    Missing,
+    Outcome,
+    Remedy,
+    Severity,
+    SuspectResult,
+)
+from runhealth.diagnose.incident import LOSS_KINDS, Tracked
+from runhealth.diagnose.suspect import Suspect
+
+HEADLINES = ("non_finite", "loss_scale_collapse")  # always findings of their own, even beside a loss spike
+BURSTS = ("fp_overflow", "clip_breach", "gradient_spike")  # findings only where the loss shows nothing
+FACT_SEVERITY: Mapping[str, Severity] = {
+    "restart": Severity.INFO,
+    "epoch_staircase": Severity.INFO,
+    "short_accumulation_window": Severity.INFO,
+    "placeholder_value": Severity.INFO,
+    "no_training_signal": Severity.ERROR,
+    "optimizer_not_stepping": Severity.ERROR,
+    "crash": Severity.ERROR,
+    "hang": Severity.ERROR,
+    "dead_rank": Severity.ERROR,
+    "out_of_memory": Severity.ERROR,
+}
+MANY_BURSTS = 3
+MERGE_LEAST = 2
+
+
+def findings_of(tracked: Tracked, suspects: tuple[SuspectResult, ...], verdict: str,
+                known: Mapping[str, Suspect], details: Mapping[str, object]) -> list[Finding]:
+    """The findings of one incident: one a headline."""
+    kinds: list[tuple[str, tuple[str, ...]]] = []
+    if tracked.of(*LOSS_KINDS):
+        kinds.append((tracked.loss_kind(), LOSS_KINDS))
+    kinds.extend((kind, (kind,)) for kind in HEADLINES if tracked.of(kind))
+    if not kinds:
+        kinds = [(kind, (kind,)) for kind in BURSTS if tracked.of(kind)][:1]
+    found = []
+    for position, (kind, alarm_kinds) in enumerate(kinds):
+        alarms = tracked.of(*alarm_kinds)
+        outcome, end = _outcome(tracked, kind)
+        count = sum(1 for a in alarms if a.signal == alarms[0].signal)
+        count = max(count, tracked.count) if kind in LOSS_KINDS else count
+        first = position == 0
+        onset = tracked.onset_step if first else min(a.onset_step for a in alarms)
+        moved = min(a.onset_step for a in alarms)
+        remedy = _remedy(verdict, outcome, end, known)
+        finding = Finding(
+            id=tracked.id if first else f"{tracked.id}-{kind}",
+            code=CODES[kind], kind=kind, severity=_severity(kind, outcome, tracked, count), outcome=outcome,
+            attempt=tracked.attempt, onset_step=onset,
+            peak_step=tracked.peak_step if kind in LOSS_KINDS else alarms[0].step,
+            end_step=end, summary="", count=count, ranks=_ranks(tracked.alarms, verdict, suspects),
+            signals=tuple(dict.fromkeys(a.signal for a in (*alarms, *tracked.alarms))),
+            lead_steps=_leads(tracked.alarms, moved), suspects=suspects, verdict=verdict, remedy=remedy,
+            missing=_missing(suspects),
+            details={**details, "incident": tracked.id, "loss_before": _number(tracked.baseline),
+                     "loss_peak": _number(tracked.peak_value), "loss_moved_step": tracked.loss_onset_step},
+        )
+        found.append(replace(finding, summary=summary(finding, alarms, known)))
+    return found
+
+
+def fact_of(alarm: Alarm) -> Finding:
+    """A fact about the log or the run: no suspects."""
+    severity = alarm.severity or FACT_SEVERITY.get(alarm.kind, Severity.WARNING)
+    return Finding(
+        id=f"a{alarm.attempt}-s{alarm.onset_step}-{alarm.kind}", code=CODES[alarm.kind], kind=alarm.kind,
+        severity=severity, outcome=Outcome.NONE, attempt=alarm.attempt, onset_step=alarm.onset_step,
+        peak_step=alarm.step, end_step=alarm.end_step, summary=alarm.message, ranks=alarm.ranks or None,
+        signals=(alarm.signal,) if alarm.signal else (),
+        remedy=Remedy(action="none" if severity is Severity.INFO else "investigate"), details=dict(alarm.details),
+    )
+
+
+def merge(findings: Sequence[Finding]) -> list[Finding]:
+    """Many like bumps are one finding with a count: transient loss spikes and gradient bursts of one attempt with one
+    verdict; facts of one kind, attempt and rank set."""
+    groups: dict[object, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(_merge_key(finding), []).append(finding)
+    merged = []
+    for group in groups.values():
+        group.sort(key=lambda f: f.onset_step)
+        if len(group) < MERGE_LEAST:
+            merged.extend(group)
+            continue
+        first, last = group[0], group[-1]
+        count = sum(f.count for f in group)
+        severity = max((f.severity for f in group), key=lambda s: s.level)
+        if first.kind == "gradient_spike" and count >= MANY_BURSTS:
+            severity = Severity.WARNING
+        biggest = max(group, key=lambda f: (_peak(f), -f.onset_step))
+        merged.append(
+            replace(
+                first, count=count, severity=severity, peak_step=biggest.peak_step, end_step=last.end_step,
+                summary=f"{count} times between steps {first.onset_step:,} and {last.peak_step:,}, the first: "
+                f"{first.summary}",
+                details={**first.details, "steps": [f.onset_step for f in group][:50]},
+            )
+        )
+    return sorted(merged, key=lambda f: (-f.severity.level, f.attempt, f.onset_step, f.code, f.id))
+
+
+def _merge_key(finding: Finding) -> object:
+    if finding.kind in LOSS_KINDS and finding.outcome is Outcome.TRANSIENT and finding.severity is Severity.INFO:
+        shard = finding.details.get("shard") if finding.verdict == "bad_shard" else None
+        verdict = finding.verdict if finding.verdict not in ("benign", UNDETERMINED) else "none"
+        return (finding.kind, finding.attempt, verdict, shard, _height(finding))
+    if finding.kind == "gradient_spike":
+        return (finding.kind, finding.attempt)
+    if finding.kind == "restart":
+        return finding.id
+    if not finding.suspects:
+        return (finding.kind, finding.attempt, finding.ranks)
+    return finding.id
+
+
+def _height(finding: Finding) -> int:
+    """Doublings of the rise over 10 %: a bump that towers over the others is told by itself."""
+    before, peak = finding.details.get("loss_before"), finding.details.get("loss_peak")
+    if not isinstance(before, int | float) or not isinstance(peak, int | float) or before == 0 or peak <= before:
+        return 0
+    return max(0, int(math.log2(max((peak - before) / abs(before), 0.1) / 0.1)))
+
+
+def _peak(finding: Finding) -> float:
+    value = finding.details.get("loss_peak")
+    return float(value) if isinstance(value, int | float) else -math.inf
+
+
+def _outcome(tracked: Tracked, kind: str) -> tuple[Outcome, int | None]:
+    if kind in LOSS_KINDS:
+        return tracked.loss_outcome()
+    if kind == "non_finite":
+        return tracked.finite_outcome()
+    return tracked.burst_outcome()
+
+
+def _severity(kind: str, outcome: Outcome, tracked: Tracked, count: int) -> Severity:
+    if kind in LOSS_KINDS:
+        if outcome is Outcome.ONGOING:
+            doubled = tracked.recent and max(tracked.recent) >= math.log(2.0)
+            return Severity.ERROR if doubled and tracked.points >= 3 else Severity.WARNING
+        return {
+            Outcome.TRANSIENT: Severity.INFO, Outcome.RECOVERING: Severity.WARNING,
+        }.get(outcome, Severity.ERROR)
+    if kind == "non_finite":
+        return Severity.WARNING if outcome in (Outcome.TRANSIENT, Outcome.RECOVERING) else Severity.ERROR
+    if kind == "loss_scale_collapse":
+        return Severity.ERROR
+    if kind == "gradient_spike":
+        brief = tracked.last_step - tracked.onset_step <= 20
+        return Severity.INFO if brief and count < MANY_BURSTS else Severity.WARNING
+    return Severity.WARNING
+
+
+def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str, Suspect]) -> Remedy:
+    suspect = known.get(verdict)
+    over = outcome is Outcome.TRANSIENT or (outcome is Outcome.RECOVERING and end is not None)
+    if over:
+        return Remedy(action="continue", reason="training came back by itself")
+    if suspect is None:
+        return Remedy(action="investigate", reason="the evidence does not single out a cause")
+    return Remedy(action=suspect.action, reason=suspect.remedy)
+
+
+def _ranks(alarms: Sequence[Alarm], verdict: str, suspects: Sequence[SuspectResult]) -> tuple[int, ...] | None:
+    """The culprit's ranks where its evidence names some; else those of the alarms, if they agree on less than all."""
+    for result in suspects:
+        if result.suspect == verdict:
+            for evidence in result.evidence:
+                if evidence.ranks and evidence.weight_nats > 0:
+                    return evidence.ranks
+    named = sorted({rank for alarm in alarms for rank in alarm.ranks})
+    return tuple(named) or None
+
+
+def _leads(alarms: Sequence[Alarm], moved: int) -> dict[str, int]:
+    leads: dict[str, int] = {}
+    for alarm in sorted(alarms, key=lambda a: (a.onset_step, a.signal)):
+        leads.setdefault(alarm.signal, moved - alarm.onset_step)
+    return leads
+
+
+def _missing(suspects: Sequence[SuspectResult]) -> tuple[Missing, ...]:
+    found: dict[str, Missing] = {}
+    for result in suspects:
+        for missing in result.missing:
+            found.setdefault(missing.signal, missing)
+    return tuple(found.values())
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def summary(finding: Finding, alarms: Sequence[Alarm], known: Mapping[str, Suspect]) -> str:
+    """What happened, how it ended, why, and what to do: one sentence or two."""
+    first = alarms[0]
+    if finding.kind in LOSS_KINDS:
+        before, peak = finding.details.get("loss_before"), finding.details.get("loss_peak")
+        what = f"loss rose from {_short(before)} to {_short(peak)} at step {first.onset_step:,}"
+    else:
+        what = f"{first.message} at step {first.onset_step:,}"
+    end = {
+        Outcome.TRANSIENT: "gone at once",
+        Outcome.RECOVERING: f"back at step {finding.end_step:,}" if finding.end_step is not None else "coming back slowly",
+        Outcome.NON_RECOVERING: "and never came back",
+        Outcome.ONGOING: "and the data end before it is over",
+        Outcome.NONE: "",
+    }[finding.outcome]
+    if finding.outcome is Outcome.TRANSIENT and finding.end_step and finding.end_step - first.onset_step > 3:
+        end = f"back at step {finding.end_step:,}"
+    suspect = known.get(finding.verdict)
+    why = f"{suspect.title}: {suspect.explains}" if suspect is not None else "cause undetermined"
+    act = finding.remedy.reason or finding.remedy.action
+    return f"{what}, {end}; {why}. To do: {act}." if end else f"{what}; {why}. To do: {act}."
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "a non-finite value"

@@ -1,0 +1,100 @@
+"""What an importer is, what it yields, and how it says what it could not read.
+
+An importer turns bytes into `Row`s and `Mark`s in the order of the file and knows nothing of attempts, merging or
+ordering: that is `assemble.py`, once for all formats.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, Protocol
+
+from runhealth.storage.records import Rejected, Scalar
+
+REJECTED_SHOWN = 20
+NOTES_SHOWN = 40
+
+TRAINING = "train"  # rows that drive the step counter
+EVALUATION = "eval"  # rows that repeat a training step, or lag behind it
+EXTRA = "extra"  # rows without any signal of the catalogue: kept, but never the sign of a restart
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """The numbers of one line, with names and units of the signal catalogue.
+
+    `series` separates step counters that may lag behind one another: only a step that goes back within its own series
+    and rank opens a new attempt. `total` is the planned number of steps if the line states it, `attempt` the attempt
+    if the log numbers them itself.
+    """
+
+    line: int
+    step: int
+    values: dict[str, Scalar]
+    rank: int = 0
+    ranked: bool = False  # the log names the rank, so others may follow
+    series: str = TRAINING
+    total: int | None = None
+    attempt: int | None = None
+    ts_ns: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Mark:
+    """Something a log tells besides numbers. It is stamped with the attempt and the last step before it, unless
+    `step` is known. `path` and `status` are set for checkpoints only."""
+
+    line: int
+    kind: str
+    message: str = ""
+    step: int | None = None
+    data: dict[str, object] = field(default_factory=dict)
+    path: str | None = None
+    status: str | None = None
+
+
+Item = Row | Mark
+
+
+class Tally:
+    """Counts what was read, kept and rejected, and collects the notes of one reading."""
+
+    def __init__(self) -> None:
+        self.rows_read = 0
+        self.rows_kept = 0
+        self.rows_rejected = 0
+        self.rejected: list[Rejected] = []
+        self.notes: dict[str, None] = {}
+        self.signals: set[str] = set()
+        self.format: str | None = None  # a special case of the importer's format, once it was recognised
+
+    def reject(self, line: int, why: str) -> None:
+        """Count a line that looked like data and could not be kept."""
+        self.rows_rejected += 1
+        if len(self.rejected) < REJECTED_SHOWN:
+            self.rejected.append(Rejected(line=line, why=why[:300]))
+
+    def note(self, text: str) -> None:
+        """Say something about the reading once; the number of notes is bounded."""
+        if len(self.notes) < NOTES_SHOWN:
+            self.notes.setdefault(text[:400], None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadContext:
+    """What an importer is given besides the bytes. `mapping` maps signals to the names the file uses."""
+
+    tally: Tally
+    mapping: Mapping[str, str] = field(default_factory=dict)
+
+
+class Importer(Protocol):
+    """One foreign format. `sniff` looks at a name and at up to a mebibyte of content and answers how sure it is,
+    0 (not mine) to 1; the name alone never suffices. `read` yields items and raises nothing about the content: what
+    it cannot read goes to `context.tally`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def sniff(self, name: str, head: bytes) -> float: ...
+
+    def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]: ...

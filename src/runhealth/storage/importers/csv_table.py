@@ -1,0 +1,113 @@
+"""CSV, TSV and semicolon tables with a header: exported trackers, Lightning, Keras, Ultralytics, AlgoPerf.
+
+Empty cells are absent. A header that comes again, as when a run is appended, is taken as one. Each line is split by
+itself, so that a stray quote cannot swallow the lines after it.
+"""
+
+import csv
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from runhealth.storage.importers.base import Item, ReadContext
+from runhealth.storage.importers.lines import iter_lines
+from runhealth.storage.importers.names import Names, field_of, normalise, target_of
+from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.importers.tables import table_for
+from runhealth.storage.importers.values import to_number
+
+_DELIMITERS = ",\t;|"
+_MAX_COLUMNS = 5000
+
+
+class _CsvTable:
+    name = "csv"
+
+    def sniff(self, name: str, head: bytes) -> float:  # noqa: ARG002
+        text = head.decode("utf-8", "replace").removeprefix("\ufeff")
+        lines = [line for line in text.split("\n", 30)[:30] if line.strip() and not line.startswith("#")]
+        if len(lines) < 2:
+            return 0.0
+        delimiter = _delimiter(lines[0])
+        header = _cells(lines[0], delimiter) if delimiter else None
+        if header is None or not _is_header(header):
+            return 0.0
+        body = lines[1:-1] or lines[1:]  # the last line of the head may be cut
+        fitting = sum(1 for line in body if (cells := _cells(line, delimiter)) and len(cells) == len(header))
+        return 0.75 if fitting * 2 >= len(body) else 0.0
+
+    def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
+        tally = context.tally
+        header: list[str] | None = None
+        delimiter = ","
+        builder: RowBuilder | None = None
+        for number, text, _ in iter_lines(stream, tally):
+            if not text.strip() or (header is None and text.startswith("#")):
+                continue
+            if header is None:
+                delimiter = _delimiter(text) or ","
+            cells = _cells(text, delimiter)
+            if cells is None or len(cells) > _MAX_COLUMNS:
+                tally.rows_read += 1
+                tally.reject(number, f"cannot be split into cells: {text[:60]!r}")
+                continue
+            if header is None or _is_header(cells):
+                if header is not None:
+                    tally.note(f"the header comes again on line {number}")
+                header = _unique(cells)
+                if builder is None:
+                    builder = self._builder(header, context)
+                continue
+            if len(cells) != len(header) or builder is None:
+                tally.rows_read += 1
+                tally.reject(number, f"expected {len(header)} cells, met {len(cells)}")
+                continue
+            row = builder.row(number, dict(zip(header, cells, strict=True)))
+            if row is not None:
+                yield row
+        if builder is not None:
+            builder.finish()
+
+    @staticmethod
+    def _builder(header: list[str], context: ReadContext) -> RowBuilder:
+        table = table_for(header, csv=True)
+        if table is not None:
+            context.tally.format = table.format
+        names = Names(context.tally, context.mapping, table.names if table is not None else None)
+        fields = {context.mapping[key] for key in ("step", "rank", "attempt", "ts") if key in context.mapping}
+        names.learn(name for name in header if name not in fields and field_of(name) is None)
+        return RowBuilder(context, names)
+
+
+def _delimiter(line: str) -> str:
+    best = max(_DELIMITERS, key=line.count)
+    return best if line.count(best) else ""
+
+
+def _cells(line: str, delimiter: str) -> list[str] | None:
+    if '"' not in line:
+        return [cell.strip() for cell in line.split(delimiter)]
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+    except (csv.Error, StopIteration):
+        return None
+
+
+def _is_header(cells: list[str]) -> bool:
+    """Names, no numbers, and at least one of them known."""
+    if len(cells) < 2 or any(to_number(cell) is not None for cell in cells):
+        return False
+    return any(cell and (field_of(cell) or target_of(cell) or normalise(cell) == "epoch") for cell in cells)
+
+
+def _unique(cells: list[str]) -> list[str]:
+    """Column names without gaps and repetitions."""
+    seen: dict[str, int] = {}
+    names = []
+    for at, cell in enumerate(cells):
+        name = cell or f"column_{at + 1}"
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+IMPORTER = _CsvTable()

@@ -1,0 +1,117 @@
+"""One JSON object a line, or a JSON array of objects; detectron2's `metrics.json` is the former with its own names.
+
+Lines that are no JSON are rejected with their number. Objects that were written into the same line are both kept.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+from runhealth.storage.importers.base import Item, Mark, ReadContext
+from runhealth.storage.importers.json_stream import iter_objects
+from runhealth.storage.importers.lines import iter_lines
+from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.importers.tables import table_for
+from runhealth.storage.records import EventKind
+
+_DECODER = json.JSONDecoder()
+_SNIFFED_LINES = 40
+_MAX_FAILURES = 8  # a line
+
+
+class _Jsonl:
+    name = "jsonl"
+
+    def sniff(self, name: str, head: bytes) -> float:  # noqa: ARG002
+        text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+        if text.startswith("["):
+            return 0.7 if text[1:].lstrip().startswith("{") else 0.0
+        if not text.startswith("{") and "\n{" not in text:  # a log may be damaged at its start
+            return 0.0
+        lines = [line for line in text.split("\n", _SNIFFED_LINES)[:_SNIFFED_LINES] if line.strip()]
+        objects = sum(1 for line in lines if _first_object(line) is not None)
+        return 0.8 * objects / len(lines) if lines and objects * 2 >= len(lines) else 0.0
+
+    def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
+        builder: RowBuilder | None = None
+        for line, entry in _objects(stream, context):
+            if builder is None:
+                table = table_for(entry.keys(), csv=False)
+                if table is not None:
+                    context.tally.format = table.format
+                builder = RowBuilder(context, Names(context.tally, context.mapping, table.names if table else None))
+            if (mark := _event(line, entry)) is not None:
+                yield mark
+                continue
+            row = builder.row(line, entry)
+            if row is not None:
+                yield row
+        if builder is not None:
+            builder.finish()
+
+
+def _objects(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, dict[str, object]]]:
+    first = stream.read(1)
+    while first in (b" ", b"\n", b"\r", b"\t"):
+        first = stream.read(1)
+    stream.seek(0)
+    if first == b"[":
+        yield from iter_objects(stream, context.tally, None)
+        return
+    tally = context.tally
+    for number, text, _ in iter_lines(stream, tally):
+        at, length, failures = 0, len(text), 0
+        while at < length:
+            at = _skip_blank(text, at)
+            if at >= length:
+                break
+            try:
+                value, at = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                tally.rows_read += 1
+                why = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+                tally.reject(number, f"no JSON object at column {at + 1}: {why}")
+                failures += 1
+                following = text.find('{"', at + 1)
+                if following < 0 or failures >= _MAX_FAILURES:
+                    break
+                at = following
+                continue
+            if isinstance(value, dict):
+                yield number, value
+            else:
+                tally.rows_read += 1
+                tally.reject(number, f"expected a JSON object, met {type(value).__name__}")
+
+
+def _skip_blank(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t,":
+        at += 1
+    return at
+
+
+def _first_object(line: str) -> dict[str, object] | None:
+    try:
+        value, _ = _DECODER.raw_decode(line.strip())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _event(line: int, entry: Mapping[str, object]) -> Mark | None:
+    """A line that says what happened and holds no measurement: {"event": "exception", "message": …}."""
+    kind = entry.get("event")
+    if not isinstance(kind, str) or "loss" in entry or kind not in set(EventKind):
+        return None
+    step = entry.get("step")
+    message = entry.get("message")
+    return Mark(
+        line=line,
+        kind=kind,
+        message=message[:500] if isinstance(message, str) else "",
+        step=step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**62 else None,
+    )
+
+
+IMPORTER = _Jsonl()

@@ -1,0 +1,125 @@
+"""Megatron-LM and Megatron-DeepSpeed text.
+
+` iteration 10/ 1000 | consumed samples: 40 | elapsed time per iteration (ms): 1354.9 | lm loss: 1.2E+01 | … |`, the
+`time (ms) | forward-compute: … |` line after it, `validation loss at iteration 100 | lm loss value: … |`, and the
+lines about saved checkpoints. Megatron leaves the loss field out when no finite loss was seen; the row then has no
+`loss`, and the counters of skipped and NaN iterations say what Megatron thinks.
+
+Megatron counts iterations from 1, so a run that loads the checkpoint of iteration N continues with step N + 1.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from runhealth.storage.importers.base import Item, Mark, ReadContext
+from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.text import TextRow, read_text
+from runhealth.storage.importers.values import to_number, to_ts_ns
+from runhealth.storage.records import Scalar
+
+_ITERATION = re.compile(r"\biteration\s+(?P<step>\d{1,18})\s*/\s*(?P<total>\d{1,18})\s*\|")
+_VALIDATION = re.compile(
+    r"\bvalidation loss at (?:the end of training|iteration (?P<step>\d{1,18}))[^|]*\|(?P<rest>.*)"
+)
+_TIMERS = re.compile(r"\s*time \(ms\)\s*\|(?P<rest>.*)")
+_STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)\]")
+_SAVED = re.compile(
+    r"successfully saved checkpoint (?:at|from) iteration\s+(?P<step>\d{1,18})(?:\s.*?to\s+(?P<path>\S+))?"
+)
+_LOADED = re.compile(
+    r"successfully loaded checkpoint from\s+(?P<path>\S+).*?(?:at|from) iteration\s+(?P<step>\d{1,18})"
+)
+_RANK_MEMORY = re.compile(
+    r"\[Rank (?P<rank>\d{1,6})\] \(after (?P<step>\d{1,18}) iterations\) memory \(MB\)(?P<rest>[^\[]*)"
+)
+_TABLE = {
+    "lm loss": "loss",
+    "lm loss value": "eval_loss",
+    "elapsed time per iteration (ms)": "t_step_s",
+    "elapsed time per iteration (s)": "t_step_s",
+    "number of nan iterations": "",
+    "forward-compute_ms": "t_forward_s",
+    "backward-compute_ms": "t_backward_s",
+    "optimizer_ms": "t_optimizer_s",
+    "batch-generator_ms": "t_data_s",
+    "save-checkpoint_ms": "t_checkpoint_s",
+    "params norm": "weight_norm",
+}
+
+
+class _Megatron:
+    name = "megatron"
+
+    def sniff(self, name: str, head: bytes) -> float:  # noqa: ARG002
+        return 0.95 if _ITERATION.search(head.decode("utf-8", "replace")) else 0.0
+
+    def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
+        names = Names(context.tally, context.mapping, _TABLE)
+        return read_text(stream, context, names, _Parser(context))
+
+
+class _Parser:
+    def __init__(self, context: ReadContext) -> None:
+        self._tally = context.tally
+        self._step: int | None = None
+
+    def __call__(self, line: str, number: int) -> Iterator[TextRow | Mark]:
+        if "iteration" in line:
+            yield from self._iteration(line, number)
+        elif self._step is not None and (match := _TIMERS.match(line)):
+            fields = _fields(match["rest"])
+            # A timer line belongs to the iteration above it.
+            yield TextRow(self._step, {f"{name}_ms": value for name, value in fields.items()}, rank=0)
+
+    def _iteration(self, line: str, number: int) -> Iterator[TextRow | Mark]:
+        matches = list(_ITERATION.finditer(line))
+        if len(matches) > 1:
+            self._tally.note(f"line {number} holds {len(matches)} iterations: writers ran into each other")
+        for match, following in zip(matches, [*matches[1:], None], strict=False):
+            rest = line[match.end() : following.start() if following else None]
+            self._step = int(match["step"])
+            stamp = _STAMP.search(line[: match.start()])
+            yield TextRow(
+                self._step,
+                _fields(rest),
+                rank=0,  # the last rank prints it, for all of them
+                total=int(match["total"]),
+                ts_ns=to_ts_ns(stamp[1]) if stamp else 0,
+                unclosed=not rest.rstrip().endswith("|"),
+                cut=following is not None and not rest.rstrip().endswith("|"),
+            )
+        if matches:
+            return
+        if validation := _VALIDATION.search(line):
+            step = int(validation["step"]) if validation["step"] else self._step
+            if step is not None:
+                yield TextRow(step, _fields(validation["rest"]), evaluation=True, rank=0)
+        elif saved := _SAVED.search(line):
+            path = saved["path"] or f"iteration {saved['step']}"
+            yield Mark(line=number, kind="checkpoint", step=int(saved["step"]) + 1, path=path, status="saved")
+        elif loaded := _LOADED.search(line):
+            yield Mark(
+                line=number, kind="checkpoint", step=int(loaded["step"]) + 1, path=loaded["path"], status="loaded"
+            )
+        elif "[Rank " in line:
+            for memory in _RANK_MEMORY.finditer(line):
+                # Not a record of its rank: it comes once, and the rank would seem to fall silent after it.
+                sizes: dict[str, object] = {f"{name} (MiB)": value for name, value in _fields(memory["rest"]).items()}
+                sizes["rank"] = int(memory["rank"])
+                yield Mark(line=number, kind="rank_memory", step=int(memory["step"]), data=sizes)
+
+
+def _fields(text: str) -> dict[str, Scalar]:
+    found: dict[str, Scalar] = {}
+    for part in text.split("|"):
+        name, separator, value = part.rpartition(":")
+        if not separator:
+            name, separator, value = part.rpartition("=")
+        number = to_number(value)
+        if separator and number is not None and name.strip():
+            found[name.strip()] = number
+    return found
+
+
+IMPORTER = _Megatron()

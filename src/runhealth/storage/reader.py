@@ -1,0 +1,128 @@
+"""RunReader: a run of the store as records, as SQL tables, and as something that can be followed while it grows."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import polars as pl
+
+from runhealth.storage.records import Record, Rejected, SourceInfo
+from runhealth.storage.schema import RECORD_TABLES
+from runhealth.storage.store import RunInfo, Store
+from runhealth.storage.tail import RunTail, order
+from runhealth.storage.view import View
+
+_POLL_BYTES = 16 * 1024 * 1024
+_SHOWN_REJECTS = 20
+
+
+class RunReader:
+    """Reads one run: what was published plus the live tail of the rank logs. Never blocks a writer or a publisher.
+
+    A `RecordSource`. Its methods may be called from several threads; each iterator belongs to one.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
+        self._lock = threading.RLock()
+        self._view: View | None = None
+        self._followed: RunTail | None = None
+        self._polled = False
+
+    @classmethod
+    def open(cls, run: str, store: str | None = None) -> "RunReader":
+        """Open a run as `Store.resolve` finds it. Raises RunNotFoundError, AmbiguousRunError, StoreError."""
+        return cls(Store(store).resolve(run))
+
+    def records(self) -> Iterator[Record]:
+        """Every record there is now, ordered by (attempt, step, rank); within these events, batches, layers, step
+        values, checkpoints. Memory stays bounded however long the run is."""
+        view = View(self.info)
+        try:
+            yield from view.records()
+        finally:
+            view.close()
+
+    def poll(self) -> list[Record]:
+        """What is new since the last poll; the first returns all. Ordered like `records()` within one call.
+
+        Costs a few file stats when nothing is new. At most about 16 MB of rank logs a call, so call it again at once
+        while it returns something.
+        """
+        with self._lock:
+            if not self._polled:
+                view = View(self.info)
+                try:
+                    records = list(view.records())
+                    if view.tail is not None:
+                        self._followed = RunTail(self.info.path, view.published_offsets | view.tail.offsets())
+                finally:
+                    view.close()
+                self._polled = True
+                return records
+            return sorted(self._followed.read(_POLL_BYTES), key=order) if self._followed is not None else []
+
+    def refresh(self) -> None:
+        """Take in what was published and logged since; `sql` does so by itself."""
+        with self._lock:
+            self._current()
+
+    def sql(self, query: str, parameters: Sequence[object] = ()) -> pl.DataFrame:
+        """Result of a DuckDB query over the tables of docs/design.md, live tail included.
+
+        Raises duckdb.Error for a query that is wrong.
+        """
+        with self._lock:
+            return self._current().query(query, parameters)
+
+    def describe(self) -> SourceInfo:
+        """What the run holds at this moment, and which frames of its logs could not be read."""
+        with self._lock:
+            view = self._current()
+            counts = " + ".join(f"(SELECT count(*) FROM {table.name})" for table in RECORD_TABLES)
+            row = view.connection.execute(f"SELECT {counts}").fetchone()
+            names = view.connection.execute(
+                "SELECT name FROM tail.signals ORDER BY table_name = 'layers', table_name = 'batches', rowid"
+            ).fetchall()
+            rejected = self._rejected(view)
+            kept = int(row[0]) if row is not None else 0
+            notes = (*view.notes, *((self.info.problem,) if self.info.problem else ()))
+        return SourceInfo(
+            name=self.info.name, source=self.info.path, format="runhealth",
+            signals=tuple(dict.fromkeys(name for (name,) in names)),
+            rows_read=kept + len(rejected), rows_kept=kept, rows_rejected=len(rejected),
+            rejected=tuple(rejected[:_SHOWN_REJECTS]), notes=notes,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of files and memory. The reader may be used again; it opens them anew."""
+        with self._lock:
+            if self._view is not None:
+                self._view.close()
+                self._view = None
+
+    def __enter__(self) -> "RunReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _current(self) -> View:
+        if self._view is not None and self._view.is_stale():
+            self._view.close()
+            self._view = None
+        if self._view is None:
+            self._view = View(self.info)
+        else:
+            self._view.sync()
+        return self._view
+
+    @staticmethod
+    def _rejected(view: View) -> list[Rejected]:
+        found = view.tail.rejected() if view.tail is not None else []
+        logs = {tail.name for tail in view.tail.segments()} if view.tail is not None else set()
+        for file, offset, message in view.connection.execute(
+            "SELECT file, offset_bytes, message FROM progress WHERE message <> ''"
+        ).fetchall():
+            if file not in logs:
+                found.append(Rejected(line=offset, why=f"{file}: at byte {offset}: {message}"))
+        return found

@@ -1,0 +1,235 @@
+"""View: one consistent look at a run, as tables of an in-memory DuckDB connection.
+
+`pub` is what was published: `run.duckdb` attached read-only, or `parts/*.parquet`. `tail` holds what the rank logs have
+beyond the published offsets. The tables of `storage.schema` are unions of the two. An attached file may be replaced by
+the publisher at any time: the old one stays readable until it is detached.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars as pl
+
+from runhealth.storage.errors import StoreError
+from runhealth.storage.places import is_remote, place_of
+from runhealth.storage.records import Record
+from runhealth.storage.rows import BUILDERS
+from runhealth.storage.schema import (
+    ALL_TABLES,
+    DATABASE_FORMAT_VERSION,
+    META,
+    PROGRESS,
+    RECORD_TABLES,
+    create_sql,
+    quoted,
+)
+from runhealth.storage.sink import Sink, read_claims
+from runhealth.storage.store import RunInfo
+from runhealth.storage.tail import RunTail
+
+_CONFIG = {"memory_limit": "1GB", "threads": "2", "autoinstall_known_extensions": "false"}
+_TAIL_CHUNK_BYTES = 16 * 1024 * 1024
+_ROWS_A_CHUNK = 50_000
+_STALE_TAIL_ROWS = 10_000
+_STALE_AGE_S = 60.0
+
+
+class View:
+    """Open look at `run`; `sync` takes in what was logged since. Not safe to use from several threads at once."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run = run
+        self._place = place_of(run.path)
+        self._claims: list[dict[str, Any]] = []
+        self._opened = time.monotonic()
+        self._tail_rows = 0
+        self.tail: RunTail | None = None
+        self.published_offsets: dict[str, int] = {}
+        self._scratch = Path(tempfile.mkdtemp(prefix="runhealth-"))
+        self.notes: list[str] = []
+        self.connection = duckdb.connect(":memory:", config={**_CONFIG, "temp_directory": str(self._scratch / "spill")})
+        try:
+            self.version = self._place.version("run.duckdb")
+            self._published = self._attach()
+            self._make_tail()
+            self.sync()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.connection.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def is_stale(self) -> bool:
+        """Another run.duckdb was published, and it is worth to begin anew with it.
+
+        A short tail on the old one shows the same rows, and a live run is published each second.
+        """
+        if self._place.version("run.duckdb") == self.version:
+            return False
+        if self.tail is None or not self._published:
+            return True
+        return self._tail_rows > _STALE_TAIL_ROWS or time.monotonic() - self._opened > _STALE_AGE_S
+
+    def sync(self) -> None:
+        """Take in what the rank logs gained."""
+        if self.tail is None:
+            return
+        shape = self._sink.shape
+        more = True
+        while more:  # not until nothing is left: a fast writer would keep us here for ever
+            records = self.tail.read(_TAIL_CHUNK_BYTES)
+            more = self.tail.more
+            self._sink.write(records)
+            self._tail_rows += len(records)
+        claims = read_claims(self._run.path)
+        if claims and claims != self._claims:
+            self._sink.write_attempts(claims)
+            self._claims = claims
+        if self._sink.shape != shape:
+            self._make_views()
+
+    def query(self, query: str, parameters: Sequence[object] = ()) -> pl.DataFrame:
+        """Result of one SELECT. Arrow keeps NaN and NULL apart, other ways out of DuckDB do not."""
+        relation = self.connection.sql(query, params=list(parameters))
+        frame = pl.from_arrow(relation.to_arrow_table())
+        assert isinstance(frame, pl.DataFrame)
+        return frame
+
+    def records(self) -> Iterator[Record]:
+        """Every record, ordered by (attempt, step, rank), then events, batches, layers, step values, checkpoints."""
+        keys = " UNION ALL ".join(f"SELECT attempt, step FROM {table.name}" for table in RECORD_TABLES)
+        chunks = self.connection.execute(
+            f"""
+            WITH sizes AS (SELECT attempt, step, count(*) AS n FROM ({keys}) GROUP BY ALL),
+            buckets AS (
+                SELECT attempt, step, sum(n) OVER (PARTITION BY attempt ORDER BY step) // {_ROWS_A_CHUNK} AS bucket
+                FROM sizes
+            )
+            SELECT attempt, min(step), max(step) FROM buckets GROUP BY attempt, bucket ORDER BY attempt, bucket
+            """
+        ).fetchall()
+        names = self._signal_names()
+        for chunk in chunks:
+            records: list[Record] = []
+            for name, build in BUILDERS:
+                frame = self.query(f"SELECT * FROM {name} WHERE attempt = ? AND step BETWEEN ? AND ?", chunk)
+                if not frame.is_empty():
+                    records += build(frame, names.get(name, {}))
+            records.sort(key=attrgetter("step", "rank"))  # stable: keeps the order of kinds and of arrival
+            yield from records
+
+    def _signal_names(self) -> dict[str, dict[str, str]]:
+        """Table -> column -> signal."""
+        names: dict[str, dict[str, str]] = {}
+        for table, name, column in self.connection.execute(
+            "SELECT table_name, name, column_name FROM signals"
+        ).fetchall():
+            names.setdefault(table, {})[column] = name
+        return names
+
+    def _attach(self) -> bool:
+        """Make `pub` out of what was published; False if nothing was."""
+        if self.version:
+            try:
+                self._attach_database()
+            except (duckdb.Error, StoreError) as err:
+                if is_remote(self._run.path) or not self._place.exists("log"):
+                    first = str(err).splitlines()[0]
+                    raise StoreError(f"cannot read {self._run.path}/run.duckdb: {first}") from err
+                self.notes.append(f"run.duckdb cannot be read, the rank logs were read instead: {err}".splitlines()[0])
+                self.connection.execute("DETACH DATABASE IF EXISTS pub")
+                return False
+            return True
+        if self._place.exists("parts"):
+            self._attach_parts()
+            return True
+        return False
+
+    def _attach_database(self) -> None:
+        if is_remote(self._run.path):
+            file = self._scratch / "run.duckdb"
+            self._place.download("run.duckdb", file)
+        else:
+            file = Path(self._run.path) / "run.duckdb"
+        try:
+            self._execute_attach(file)
+        except duckdb.IOException as err:
+            if "lock" not in str(err):
+                raise
+            copy = self._scratch / "run.duckdb"  # somebody has the file open for writing; a copy is not locked
+            shutil.copyfile(file, copy)
+            self._execute_attach(copy)
+        found = self.connection.execute("SELECT value FROM pub.meta WHERE key = 'format_version'").fetchone()
+        if found is None or int(found[0]) > DATABASE_FORMAT_VERSION:
+            raise StoreError(
+                f"database format {found and found[0]}; this release reads up to {DATABASE_FORMAT_VERSION}"
+            )
+
+    def _execute_attach(self, file: Path) -> None:
+        self.connection.execute(f"ATTACH '{_literal(str(file))}' AS pub (READ_ONLY)")
+
+    def _attach_parts(self) -> None:
+        """Views over `parts/<table>.parquet`, with the column types that the publisher would have given."""
+        parts = self._place.child("parts")
+        available = set(parts.files())
+        self.connection.execute("CREATE SCHEMA pub")
+        types: dict[tuple[str, str], str] = {}
+        for table in sorted(ALL_TABLES, key=lambda table: table.name != "signals"):
+            file = f"{table.name}.parquet"
+            if file not in available:
+                self.connection.execute(create_sql(table, "pub"))
+                continue
+            path = Path(parts.path) / file
+            if is_remote(parts.path):
+                path = self._scratch / file
+                parts.download(file, path)
+            source = f"read_parquet('{_literal(str(path))}')"
+            try:
+                described = self.connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
+            except duckdb.Error as err:
+                raise StoreError(f"cannot read {parts.path}/{file}: {str(err).splitlines()[0]}") from err
+            fixed = dict(table.fixed)
+            columns = ", ".join(
+                f"CAST({quoted(name)} AS {fixed.get(name) or types.get((table.name, name), kind)}) AS {quoted(name)}"
+                for name, kind, *_ in described
+            )
+            self.connection.execute(f"CREATE VIEW pub.{table.name} AS SELECT {columns} FROM {source}")
+            if table.name == "signals":
+                rows = self.connection.execute("SELECT table_name, column_name, column_type FROM pub.signals")
+                types = {(name, column): kind for name, column, kind in rows.fetchall()}
+
+    def _make_tail(self) -> None:
+        self.connection.execute("CREATE SCHEMA tail")
+        if self._published:
+            for table in ALL_TABLES:
+                limit = "" if table.name in ("signals", "attempts") else " LIMIT 0"
+                self.connection.execute(f"CREATE TABLE tail.{table.name} AS SELECT * FROM pub.{table.name}{limit}")
+            self.published_offsets = dict(
+                self.connection.execute("SELECT file, offset_bytes FROM pub.progress").fetchall()
+            )
+        self._sink = Sink(self.connection, "tail")
+        if not is_remote(self._run.path):
+            self.tail = RunTail(self._run.path, self.published_offsets)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        for table in ALL_TABLES:
+            if not self._published or table.name in ("signals", "attempts"):
+                source = f"SELECT * FROM tail.{table.name}"
+            elif table in (PROGRESS, META):
+                source = f"SELECT * FROM pub.{table.name}"
+            else:
+                source = f"SELECT * FROM pub.{table.name} UNION ALL BY NAME SELECT * FROM tail.{table.name}"
+            self.connection.execute(f"CREATE OR REPLACE VIEW {table.name} AS {source}")
+
+
+def _literal(text: str) -> str:
+    return text.replace("'", "''")

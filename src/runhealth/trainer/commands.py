@@ -1,0 +1,108 @@
+"""The command `runhealth train`: its arguments and what it does. Importable without torch."""
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+from runhealth.storage.errors import ConfigError
+from runhealth.trainer import recipes
+from runhealth.trainer.config import FaultSpec, TrainConfig
+from runhealth.trainer.fault import registry
+
+if TYPE_CHECKING:
+    from runhealth.storage.store import RunInfo, Store
+
+# The supervisor brings DuckDB along: the functions here import it, so that `runhealth --help` stays fast.
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a new run from a recipe, or resume a run from its newest verified checkpoint."
+    parser.add_argument("--recipe", metavar="NAME", help=f"start a new run from a recipe: {', '.join(recipes.names())}")
+    parser.add_argument("--run", metavar="R", help="resume this run; with --recipe, the name of the new run")
+    parser.add_argument("--store", metavar="S", help="where runs are kept (default: $RUNHEALTH_STORE, else ./runs)")
+    parser.add_argument("--plan", metavar="FILE", help="go back by this rollback plan first (a run that has ended)")
+    parser.add_argument(
+        "--fault",
+        metavar="NAME:KEY=VALUE,…",
+        action="append",
+        default=[],
+        help=f"inject a fault into a new run, for drills: {', '.join(sorted(registry()))}",
+    )
+    parser.add_argument("--steps", metavar="N", type=int, help="train up to this step (default: the recipe's)")
+    parser.add_argument("--seed", metavar="N", type=int, help="seed of a new run (default: the recipe's)")
+    parser.add_argument("--max-restarts", metavar="N", type=int, default=2, help="after crashes (default: %(default)s)")
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """0 done · 1 the ranks kept failing · 130 interrupted.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        ConfigError, PlanError, StoreError, RunNotFoundError: said before anything starts.
+    """
+    from runhealth.storage.store import Store
+    from runhealth.trainer.progress import ProgressLine
+    from runhealth.trainer.supervisor import Supervisor, require_torch
+
+    require_torch()
+    store = Store(arguments.store)
+    run = _new_run(store, arguments) if arguments.recipe else _old_run(store, arguments)
+    line = ProgressLine(run.name)
+    supervisor = Supervisor(
+        store, run, stop_step=arguments.steps, max_restarts=arguments.max_restarts, on_progress=line
+    )
+    try:
+        return supervisor.supervise(arguments.plan)
+    finally:
+        line.close()
+
+
+def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
+    from runhealth.trainer.supervisor import create
+
+    config = recipes.load(arguments.recipe)
+    changes: dict[str, object] = {"faults": tuple(FaultSpec.parse(text) for text in arguments.fault)}
+    if arguments.steps is not None:
+        changes["steps"] = arguments.steps
+    if arguments.seed is not None:
+        changes["seed"] = arguments.seed
+    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    check_faults(config)
+    taken = {run.name for run in store.runs()}
+    name = arguments.run or _free_name(arguments.recipe, taken)
+    if name in taken:
+        raise ConfigError(f"run {name!r} exists in {store.root}; resume it with `runhealth train --run {name}`")
+    print(f"new run {name} in {store.root}", file=sys.stderr)
+    return create(store, name, config)
+
+
+def _old_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
+    if arguments.run is None:
+        raise ConfigError("expected --recipe NAME for a new run or --run R to resume one")
+    for option in ("fault", "seed"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option} belongs to a new run (--recipe); run {arguments.run!r} keeps its own")
+    run = store.resolve(arguments.run)
+    if run.bundled:
+        raise ConfigError(f"run {run.name!r} is shipped with the package for reading; it cannot be trained on")
+    return run
+
+
+def check_faults(config: TrainConfig) -> None:
+    """Raises ConfigError for a fault or parameter that does not exist or does not fit the run."""
+    from runhealth.trainer.data import BatchPlan
+    from runhealth.trainer.fault import FaultContext
+    from runhealth.trainer.fault import create as create_fault
+
+    plan = BatchPlan(data=config.data, seed=config.seed, world=config.world)
+    for spec in config.faults:
+        create_fault(spec, FaultContext(config=config, plan=plan, rank=0))
+
+
+def _free_name(recipe: str, taken: set[str]) -> str:
+    base = recipe.replace("_", "-")
+    number = 1
+    while (name := base if number == 1 else f"{base}-{number}") in taken:
+        number += 1
+    return name

@@ -1,0 +1,113 @@
+"""What the supervisor hands to the ranks of one attempt: a JSON file, kept with the run. Importable without torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runhealth.diagnose.plans import Repair
+from runhealth.storage.errors import ConfigError
+from runhealth.trainer.config import TrainConfig
+from runhealth.trainer.skips import SkipSet
+
+ENVIRONMENT = "RUNHEALTH_LAUNCH"
+PROGRESS_PREFIX = "@runhealth "  # rank 0 prints one JSON object behind it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """`checkpoint` is relative to the run's folder, empty for a start from scratch. `rollback` says that this attempt
+    goes back by a plan: its repairs of state are made once, now; those of configuration at every launch."""
+
+    run: str
+    store: str
+    run_path: str
+    data_path: str
+    attempt: int
+    config: TrainConfig
+    stop_step: int
+    checkpoint: str = ""
+    rollback: bool = False
+    skips: SkipSet = field(default_factory=SkipSet)
+    repairs: tuple[Repair, ...] = ()
+    needed: tuple[str, ...] = ()  # checkpoints that must not be retired
+
+    def write(self, path: Path) -> None:
+        raw = {
+            "run": self.run,
+            "store": self.store,
+            "run_path": self.run_path,
+            "data_path": self.data_path,
+            "attempt": self.attempt,
+            "config": self.config.to_json(),
+            "stop_step": self.stop_step,
+            "checkpoint": self.checkpoint,
+            "rollback": self.rollback,
+            "skips": self.skips.to_json(),
+            "repairs": [asdict(repair) for repair in self.repairs],
+            "needed": list(self.needed),
+        }
+        write_json(path, raw)
+
+    @classmethod
+    def read(cls, path: str) -> "LaunchSpec":
+        raw: dict[str, Any] = json.loads(Path(path).read_text())
+        return cls(
+            **{
+                **raw,
+                "config": TrainConfig.from_json(raw["config"]),
+                "skips": SkipSet.from_json(raw["skips"]),
+                "repairs": tuple(Repair(**item) for item in raw["repairs"]),
+                "needed": tuple(raw["needed"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a run has learned since it was created; `run.json` never changes, this does (`trainer.json`).
+
+    `superseded` are checkpoints of a past that a rollback left; `applied` are (incident, checkpoint) pairs, so that
+    the same rollback is never made twice.
+    """
+
+    skips: SkipSet = field(default_factory=SkipSet)
+    repairs: tuple[Repair, ...] = ()
+    superseded: tuple[str, ...] = ()
+    applied: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def read(cls, run_path: str) -> "RunState":
+        path = Path(run_path) / "trainer.json"
+        if not path.exists():
+            return cls()
+        try:
+            raw = json.loads(path.read_text())
+            return cls(
+                skips=SkipSet.from_json(raw["skips"]),
+                repairs=tuple(Repair(**item) for item in raw["repairs"]),
+                superseded=tuple(raw["superseded"]),
+                applied=tuple((incident, checkpoint) for incident, checkpoint in raw["applied"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: expected the trainer's state, met {type(error).__name__}: {error}") from error
+
+    def write(self, run_path: str) -> None:
+        write_json(
+            Path(run_path) / "trainer.json",
+            {
+                "skips": self.skips.to_json(),
+                "repairs": [asdict(repair) for repair in self.repairs],
+                "superseded": list(self.superseded),
+                "applied": [list(pair) for pair in self.applied],
+            },
+        )
+
+
+def write_json(path: Path, raw: Mapping[str, object]) -> None:
+    """Atomically, so that a reader sees the old or the new file, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(raw, indent=1))
+    temporary.replace(path)

@@ -1,0 +1,140 @@
+"""Turning a rollback plan into the state of the next attempt: everything that can be wrong is found before a single
+rank is stopped. Importable without torch."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runhealth.diagnose.plans import RollbackPlan
+from runhealth.storage.errors import CheckpointError, PlanError
+from runhealth.trainer import checkpoints
+from runhealth.trainer.config import TrainConfig
+from runhealth.trainer.data import shard_name
+from runhealth.trainer.launch import RunState
+
+PENDING, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """A plan that was checked against the run, and the state that the run has once it is applied."""
+
+    plan: RollbackPlan
+    checkpoint: str  # relative to the run's folder
+    state: RunState
+
+
+def pending(run_path: str) -> list[Path]:
+    """Plans that wait to be applied, oldest first."""
+    folder = Path(run_path) / "plans"
+    return sorted(folder.glob(f"*{PENDING}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def read_plan(path: str) -> RollbackPlan:
+    """Raises PlanError."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: expected a rollback plan, met {error}") from error
+    return RollbackPlan.loads(text, where=path)
+
+
+def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, state: RunState) -> Rollback:
+    """Hold a plan against the run it is meant for.
+
+    Raises:
+        PlanError: another run, a path outside the run's checkpoints, a checkpoint that is missing, damaged, of another
+            step or already left behind, an unknown shard or sample, a repair that this run cannot make, or the same
+            rollback for the second time.
+    """
+    if not re.fullmatch(r"[^/\\\0.][^/\\\0]*", plan.incident):
+        raise PlanError(f"expected an incident's name without slashes and leading dots, met {plan.incident!r}")
+    if plan.run != run:
+        raise PlanError(f"plan {plan.incident}: expected a plan for run {run!r}, met {plan.run!r}")
+    path = _checkpoint_of(plan, run_path)
+    if path in state.superseded:
+        raise PlanError(f"plan {plan.incident}: {path} belongs to a past that an earlier rollback left behind")
+    if (plan.incident, path) in state.applied:
+        raise PlanError(
+            f"plan {plan.incident}: a rollback to {path} was already applied for this incident and did not help;"
+            " go further back, or repair the cause"
+        )
+    try:
+        manifest = checkpoints.verify(str(Path(run_path) / path))
+    except CheckpointError as error:
+        raise PlanError(f"plan {plan.incident}: its checkpoint fails verification: {error}") from error
+    if manifest.step != plan.checkpoint_step:
+        raise PlanError(
+            f"plan {plan.incident}: expected step {plan.checkpoint_step} in {path}, met step {manifest.step}"
+        )
+    _check_skips(plan, config)
+    _check_repairs(plan, config)
+    left = [info.path for info in checkpoints.committed(run_path) if info.step > manifest.step]
+    return Rollback(
+        plan=plan,
+        checkpoint=path,
+        state=replace(
+            state,
+            skips=state.skips.add(plan.skip),
+            repairs=(*state.repairs, *(repair for repair in plan.repairs if repair not in state.repairs)),
+            superseded=tuple(dict.fromkeys((*state.superseded, *left))),
+            applied=(*state.applied, (plan.incident, path)),
+        ),
+    )
+
+
+def conclude(path: Path, suffix: str, reason: str = "") -> None:
+    """Rename a pending plan to its `.applied` or `.failed` twin; the reason of a failure lies beside it as text."""
+    base = path.name.removesuffix(PENDING).removesuffix(".json")
+    if path.name.endswith(PENDING):
+        path.replace(path.with_name(f"{base}{suffix}"))
+    if reason:
+        path.with_name(f"{base}.failed.txt").write_text(f"{reason}\n")
+
+
+def _checkpoint_of(plan: RollbackPlan, run_path: str) -> str:
+    """The plan's checkpoint as a path relative to the run; a plan may come from anywhere, so it cannot leave the
+    run's own checkpoints."""
+    if "://" in plan.checkpoint_path:
+        raise PlanError(f"plan {plan.incident}: expected a checkpoint of this run, met the URL {plan.checkpoint_path}")
+    folder = (Path(run_path) / checkpoints.FOLDER).resolve()
+    path = (Path(run_path) / plan.checkpoint_path).resolve()
+    if path.parent != folder:
+        raise PlanError(
+            f"plan {plan.incident}: expected a folder in {checkpoints.FOLDER}/, met {plan.checkpoint_path!r}"
+        )
+    return f"{checkpoints.FOLDER}/{path.name}"
+
+
+def _check_skips(plan: RollbackPlan, config: TrainConfig) -> None:
+    known = {shard_name(index) for index in range(config.data.shards)}
+    for skip in plan.skip:
+        if skip.shard not in known:
+            raise PlanError(f"plan {plan.incident}: expected a shard 0000 to {max(known)}, met {skip.shard!r}")
+        if skip.last_sample >= config.data.samples_per_shard:
+            raise PlanError(
+                f"plan {plan.incident}: expected samples below {config.data.samples_per_shard} in shard {skip.shard},"
+                f" met {skip.last_sample}"
+            )
+
+
+def _check_repairs(plan: RollbackPlan, config: TrainConfig) -> None:
+    for repair in plan.repairs:
+        if repair.kind == "reset_loss_scale":
+            raise PlanError(f"plan {plan.incident}: reset_loss_scale: this run has no loss scale")
+        if repair.kind in ("fresh_amax", "higher_precision") and config.model.precision != "fp8":
+            raise PlanError(f"plan {plan.incident}: {repair.kind}: this run has no fp8 tensors")
+        if repair.kind == "lower_clip_threshold" and not (repair.value and repair.value > 0):
+            raise PlanError(f"plan {plan.incident}: lower_clip_threshold: expected a value > 0, met {repair.value}")
+
+
+def describe(rollback: Rollback) -> str:
+    """One line for people."""
+    plan = rollback.plan
+    parts: Iterable[str] = (
+        f"back to step {plan.checkpoint_step} for {plan.incident} ({plan.cause})",
+        f"{sum(s.last_sample - s.first_sample + 1 for s in plan.skip)} samples skipped" if plan.skip else "",
+        f"repairs: {', '.join(repair.kind for repair in plan.repairs)}" if plan.repairs else "",
+    )
+    return ", ".join(filter(None, parts))

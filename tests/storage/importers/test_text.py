@@ -1,0 +1,59 @@
+"""Any other console text with a step and a loss."""
+
+import math
+
+import pytest
+
+
+def test_bars_overflow_lines_and_bare_times(read):
+    got = read(
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
+        "step 1 | loss 5.5 | lr 1.0e-04 | 182.5 ms\n"
+        "step 2 | loss 5.4 | lr 1.0e-04 | loss_scale 512.0 | 180.0 ms\n"
+    )
+    assert got.info.format == "text"
+    assert got.steps[0].values == {
+        "loss": 5.5, "lr": 1e-4, "t_step_s": pytest.approx(0.1825), "step_skipped": 1, "loss_scale": 512.0
+    }  # fmt: skip
+    assert "step_skipped" not in got.steps[1].values
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "2024-01-01 10:00:00 INFO Epoch 1 Step {step}/100 - train loss: {loss}, grad_norm: 1.25, lr: 1e-3\n",
+        "[INFO] iter={step} loss={loss} grad_norm=1.25 lr=0.001\n",
+        "steps: {step} loss: {loss} grad norm: 1.25 lr: [0.001] iter time (s): 0.5\n",
+        "| epoch 001:  {step} / 100 loss={loss}, num_updates={step}, lr=0.001, gnorm=1.25, loss_scale=128\n",
+        "Iteration [{step}/100]; Loss: {loss}; lr: 0.001; Grad_Norm: 1.25\n",
+    ],
+)
+def test_spellings(read, template):
+    got = read("".join(template.format(step=step, loss=loss) for step, loss in ((10, "2.5"), (20, "nan"), (30, "inf"))))
+    loss = got.series("loss")
+    assert [step for step, _ in loss] == [10, 20, 30]
+    assert loss[0][1] == 2.5
+    assert math.isnan(loss[1][1])
+    assert loss[2][1] == math.inf
+    assert got.series("grad_norm")[0] == (10, 1.25)
+    assert got.series("lr")[0] == (10, 0.001)
+
+
+def test_hugging_face_console_has_no_steps_and_strings_are_numbers(read):
+    got = read(
+        " 10%|#  | 1/10 [00:01<00:09]\r{'loss': 2.5, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.1}\n"
+        "{'loss': '2.25', 'grad_norm': 'nan', 'learning_rate': '5e-05', 'epoch': '0.2'}\n"
+        "{'eval_loss': 2.0, 'eval_runtime': 3.0, 'epoch': 0.2}\n"
+        "{'train_runtime': 5.0, 'train_loss': 99.0, 'epoch': 0.2}\n"
+    )
+    assert got.series("loss") == [(0, 2.5), (1, 2.25)]
+    assert got.series("eval_loss") == [(1, 2.0)]
+    assert math.isnan(got.steps[1].values["grad_norm"])
+    assert any("no step in the lines" in note for note in got.info.notes)
+
+
+def test_an_evaluation_of_a_step_is_merged_into_it(read):
+    got = read("step 1 loss: 3.5\nstep 2 loss: 3.25\neval step 2 loss: 3.75\nstep 3 loss: 3.0\n")
+    assert got.keys() == [(0, 1, 0), (0, 2, 0), (0, 3, 0)]
+    assert got.series("eval_loss") == [(2, 3.75)]
+    assert got.series("loss") == [(1, 3.5), (2, 3.25), (3, 3.0)]

@@ -1,0 +1,118 @@
+import dataclasses
+
+import pytest
+import torch
+
+from runhealth.storage.errors import ConfigError
+from runhealth.storage.reader import RunReader
+from runhealth.storage.records import EventKind, RunEvent
+from runhealth.trainer.config import FaultSpec, TrainConfig
+from runhealth.trainer.data import BatchPlan, shard_name
+from runhealth.trainer.fault import Fault, FaultContext, create, registry
+from runhealth.trainer.model import build
+from runhealth.trainer.precision.fp8 import scales
+
+
+def make(config: TrainConfig, text: str) -> Fault:
+    plan = BatchPlan(data=config.data, seed=config.seed, world=config.world)
+    return create(FaultSpec.parse(text), FaultContext(config=config, plan=plan, rank=0))
+
+
+def test_every_fault_has_a_label_in_the_words_of_the_suspects(tiny: TrainConfig):
+    causes = {"bad_shard", "fp_overflow", "clip_breach", "lr_change"}
+    assert {make(tiny, name).label().cause for name in registry()} == causes
+    for name in registry():
+        label = make(tiny, f"{name}:step=100").label()
+        assert label.fault == name
+        assert label.onset_step <= 100
+        assert label.last_step is None or label.last_step >= label.onset_step
+
+
+def test_bad_shard_changes_one_shard_and_says_which(tiny: TrainConfig):
+    fault = make(tiny, "bad_shard:step=100,rank=1,mode=noise,severity=0.5")
+    label = fault.label()
+    plan = BatchPlan(data=tiny.data, seed=tiny.seed, world=tiny.world)
+    assert label.shards == (shard_name(plan.shard_of(100, 1)),)
+    assert (label.onset_step, label.last_step) == (plan.visit_of(100).start, plan.visit_of(100).stop - 1)
+    blob = bytes(range(256)) * 8
+    assert fault.tamper("9999", blob) == blob
+    bad = fault.tamper(label.shards[0], blob)
+    assert len(bad) == len(blob)
+    assert bad[1024:] == blob[1024:]
+    assert bad[:1024] != blob[:1024]
+    assert bad == fault.tamper(label.shards[0], blob)
+    assert set(make(tiny, "bad_shard:step=100,mode=zeros").tamper(label.shards[0], blob)) == {0}
+    assert make(tiny, "bad_shard:step=100,mode=repeat").tamper(label.shards[0], blob)[16:32] == blob[:16]
+
+
+def test_lr_change_acts_in_its_window_only(tiny: TrainConfig):
+    fault = make(tiny, "lr_change:step=10,steps=5,severity=8")
+    assert [fault.learning_rate(step, 1.0) for step in (9, 10, 14, 15)] == [1.0, 8.0, 8.0, 1.0]
+    assert make(tiny, "lr_change:step=10").learning_rate(10_000, 1.0) == 20.0
+
+
+def test_stale_amax_shrinks_the_history_once_and_freezes_it(tiny: TrainConfig):
+    model = build(tiny.model, tiny.data.seq_len, 0)
+    tokens = torch.arange(32).view(2, 16)
+    model(tokens)
+    before = {name: scale.history.clone() for name, scale in scales(model)}
+    fault = make(tiny, "fp8_stale_amax:step=10,severity=32,tensor=down.x")
+    fault.before_step(9, model)
+    assert not any(scale.frozen for _, scale in scales(model))
+    for step in (10, 11, 12):
+        fault.before_step(step, model)
+        model(tokens)
+    for name, scale in scales(model):
+        if name == "blocks.0.down.x":
+            assert torch.equal(scale.history, before[name] / 32)
+            assert scale.frozen
+            assert scale.overflow_count > 0
+        else:
+            assert not scale.frozen
+
+
+def test_clip_breach_adds_noise_of_the_norm_it_promises(tiny: TrainConfig):
+    model = build(tiny.model, tiny.data.seq_len, 0)
+    fault = make(tiny, "clip_breach:step=10,steps=2,severity=50")
+    for step, expected in ((9, 0.0), (10, 50.0), (11, 50.0), (12, 0.0)):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        fault.after_backward(step, model)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert float(norm) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no_such", "expected one of bad_shard"),
+        ("bad_shard:shard=3", "unknown parameter 'shard'"),
+        ("bad_shard:step=soon", "expected step as int, met 'soon'"),
+        ("bad_shard:mode=rot13", "expected mode out of noise"),
+        ("bad_shard:rank=2", "expected a rank below 2"),
+        ("fp8_stale_amax:tensor=nope", "expected tensor to end one of"),
+    ],
+)
+def test_wrong_faults_are_refused(tiny: TrainConfig, text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make(tiny, text)
+    with pytest.raises(ConfigError, match="name:key=value"):
+        FaultSpec.parse("bad_shard:noise")
+
+
+def test_a_run_writes_the_label_at_the_onset_and_the_damage_is_in_its_records(tiny, store, train):
+    config = dataclasses.replace(
+        tiny, steps=10, faults=(FaultSpec(name="bad_shard", params={"step": 3, "rank": 1, "mode": "zeros"}),)
+    )
+    train("bad", config)
+    with RunReader.open("bad", store.root) as reader:
+        events = [r for r in reader.records() if isinstance(r, RunEvent) and r.kind == EventKind.FAULT_INJECTED]
+        batches = reader.sql("SELECT rank, shard_hash = manifest_hash AS intact, token_entropy FROM batches")
+    label = make(config, "bad_shard:step=3,rank=1,mode=zeros").label()
+    assert [(event.step, event.data["cause"], event.data["shards"]) for event in events] == [
+        (label.onset_step, "bad_shard", list(label.shards))
+    ]
+    assert {(rank, intact, entropy == 0) for rank, intact, entropy in batches.iter_rows()} == {
+        (0, True, False),
+        (1, False, True),
+    }
