@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
     dashboard = commands.add_parser("dashboard", parents=[store], help="open the live page of a run")
     dashboard.add_argument("--run", help="name, unique prefix, path or `latest` (default: latest)")
-    dashboard.add_argument("--port", type=int, default=8501, help="port on 127.0.0.1 (default: 8501)")
+    dashboard.add_argument("--port", type=int, help="port on 127.0.0.1 (default: 8501, or the next free one)")
     dashboard.set_defaults(call=_dashboard)
 
     runs = commands.add_parser("runs", parents=[store], help="list the runs of the store")

@@ -124,6 +124,7 @@ def test_marks_are_on_every_panel() -> None:
     [
         ({"end_step": 130}, 1),
         ({"outcome": Outcome.ONGOING}, 1),
+        ({"outcome": Outcome.TRANSIENT, "count": 9, "end_step": 190}, 0),  # nine events, not one of 70 steps
         ({"outcome": Outcome.NONE}, 0),  # a fact, such as a corrupt checkpoint, is a moment
         ({"onset_step": 10, "end_step": 20}, 0),  # before the window
         ({"onset_step": 10, "end_step": 160}, 1),  # reaches into it

@@ -52,10 +52,16 @@ class Shape:
 def make_records(shape: Shape) -> list[Record]:
     """Records ordered by (attempt, step, rank), as a reader yields them."""
     rng = np.random.default_rng(shape.seed)
-    out: list[Record] = []
-    for rank in range(shape.ranks):
-        out.append(RunEvent(attempt=shape.attempt, step=shape.first_step, rank=rank, kind=EventKind.ATTEMPT_START,
-                            data={"world_size": shape.ranks}))
+    out: list[Record] = [
+        RunEvent(
+            attempt=shape.attempt,
+            step=shape.first_step,
+            rank=rank,
+            kind=EventKind.ATTEMPT_START,
+            data={"world_size": shape.ranks},
+        )
+        for rank in range(shape.ranks)
+    ]
     for step in range(shape.steps):
         noise = rng.normal(0, 1, (shape.ranks, 12))  # drawn always, so that twins share it
         if step < shape.first_step:
@@ -64,8 +70,10 @@ def make_records(shape: Shape) -> list[Record]:
             out.extend(_step(shape, step, rank, noise[rank], noise[0]))
         if (step + 1) % shape.checkpoint_every == 0:
             path = f"checkpoints/step-{step + 1:08d}"
-            for status in (CheckpointStatus.SAVED, CheckpointStatus.VERIFIED):
-                out.append(CheckpointRecord(attempt=shape.attempt, step=step + 1, rank=0, path=path, status=status))
+            out += [
+                CheckpointRecord(attempt=shape.attempt, step=step + 1, rank=0, path=path, status=status)
+                for status in (CheckpointStatus.SAVED, CheckpointStatus.VERIFIED)
+            ]
     return out
 
 
@@ -122,17 +130,29 @@ def _step(shape: Shape, step: int, rank: int, noise: np.ndarray, common: np.ndar
 
     key = {"attempt": shape.attempt, "step": step, "rank": rank, "ts_ns": (step * 10 + rank) * 1_000_000}
     yield BatchRecord(
-        **key, shard=shard, first_sample=16 * (step % 31), last_sample=16 * (step % 31) + 15, samples=16,
-        shard_hash=(1 if wrong_hash else 2) if shape.hashes else None, manifest_hash=2 if shape.hashes else None,
-        values={"token_entropy": entropy, "token_unique_share": unique, "token_repeat_share": repeat,
-                "label_mismatch_share": mismatch},
+        **key,
+        shard=shard,
+        first_sample=16 * (step % 31),
+        last_sample=16 * (step % 31) + 15,
+        samples=16,
+        shard_hash=(1 if wrong_hash else 2) if shape.hashes else None,
+        manifest_hash=2 if shape.hashes else None,
+        values={
+            "token_entropy": entropy,
+            "token_unique_share": unique,
+            "token_repeat_share": repeat,
+            "label_mismatch_share": mismatch,
+        },
     )
-    if shape.fp8 and step % 10 == 0 or overflow:
+    if (shape.fp8 and step % 10 == 0) or overflow:
         for layer in LAYERS:
             hit = overflow if layer == OVERFLOWING else 0
             yield LayerSample(**key, layer=layer, values={"overflow_count": hit, "amax": amax, "amax_believed": 1.0})
     values: dict[str, float | int] = {
-        "loss": loss, "grad_norm_rank": norm_rank, "tokens": 1024, "t_step_s": 0.1 + 0.002 * abs(noise[9]),
+        "loss": loss,
+        "grad_norm_rank": norm_rank,
+        "tokens": 1024,
+        "t_step_s": 0.1 + 0.002 * abs(noise[9]),
     }
     if shape.fp8:
         values |= {"overflow_count": overflow, "amax_ratio": amax}
@@ -155,8 +175,14 @@ class ListSource:
 
     def describe(self) -> SourceInfo:
         names = {n for r in self._records if isinstance(r, StepRecord) for n in r.values}
-        return SourceInfo(name=self._name, source=self._name, format="runhealth", signals=tuple(sorted(names)),
-                          rows_read=len(self._records), rows_kept=len(self._records))
+        return SourceInfo(
+            name=self._name,
+            source=self._name,
+            format="runhealth",
+            signals=tuple(sorted(names)),
+            rows_read=len(self._records),
+            rows_kept=len(self._records),
+        )
 
 
 @pytest.fixture(scope="session")

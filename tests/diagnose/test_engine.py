@@ -72,7 +72,7 @@ def test_a_world_of_unknown_size_waits_for_the_late_rank(records_of, list_source
     assert run_through(late, source) == verdict_hash(diagnose(source))
 
 
-def test_a_silent_rank_does_not_hold_the_frames_back(records_of, list_source):
+def test_a_silent_rank_does_not_hold_the_frames_back(records_of):
     records = [r for r in records_of(cause="bad_shard", seed=103) if not (r.rank == 0 and r.step > 150)]
     engine = Engine()
     for record in records:

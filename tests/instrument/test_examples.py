@@ -40,3 +40,12 @@ def test_attach_ddp(run_ranks: Callable[..., Path]) -> None:
     assert len(steps) == 40
     assert steps[0, 5]["grad_norm_rank"] != steps[1, 5]["grad_norm_rank"]
     assert {"t_wait_s", "t_forward_s", "t_backward_s", "t_data_s"} <= set(steps[1, 5])
+
+
+def test_the_five_lines_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (EXAMPLES.parent / "docs" / "attach.md").read_text()
+    code = guide.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "attach.md", "exec"), {})
+    steps = [r for r in RunTail(str(tmp_path / "runs" / "my-run")).read() if isinstance(r, StepRecord)]
+    assert len(steps) == 20

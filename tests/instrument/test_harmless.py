@@ -67,6 +67,36 @@ def test_the_loops_own_exception_goes_through_and_is_recorded(monitor_for: Make,
     assert log.events[-1].message == "after an exception"
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_exception_is_recorded_once(monitor_for: Make, log, in_step: bool) -> None:  # type: ignore[no-untyped-def]
+    def train() -> None:
+        with monitor_for() as monitor:
+            if in_step:
+                with monitor.step(0):
+                    raise ValueError("mine")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        train()
+    assert [event.kind for event in log.events] == ["attempt_start", "exception", "attempt_end"]
+
+
+def test_an_optimizer_without_a_rate(monitor_for: Make, log) -> None:  # type: ignore[no-untyped-def]
+    class Plain(torch.optim.Optimizer):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]  # noqa: ARG002
+            return None
+
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = Plain([weight], {})
+    monitor = monitor_for(optimizer=optimizer)
+    with monitor.step(0):
+        weight.square().sum().backward()
+        optimizer.step()
+    assert log.steps[0].values["grad_norm"] == 10.0
+    assert "lr" not in log.steps[0].values
+    assert not monitor._latch.counts
+
+
 def test_clipping_raises_what_the_loop_asked_it_to(monitor_for: Make) -> None:
     model = nn.Linear(1, 1)
     monitor = monitor_for(model=model)

@@ -94,6 +94,14 @@ def test_any_client_may_keep_the_database_open(log_for: LogFor, run: RunInfo) ->
     log.close()
 
 
+def test_older_clients_can_open_the_database(log_for: LogFor, run: RunInfo) -> None:
+    with log_for() as log:
+        log.append([step(0)])
+    Publisher(run.path).publish()
+    version = published(run, "SELECT tags['storage_version'] FROM duckdb_databases() WHERE database_name = 'run'")
+    assert str(version[0]).startswith("v1.2")
+
+
 def test_one_publisher_at_a_time(log_for: LogFor, run: RunInfo) -> None:
     with log_for() as log:
         log.append([step(0)])

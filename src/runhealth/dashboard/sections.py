@@ -17,9 +17,13 @@ from runhealth.diagnose.report import markdown as report_markdown
 MOST_FINDINGS = 20
 
 
-def tighten() -> None:
-    """Less empty space above the verdict than a page usually has."""
-    st.html("<style>[data-testid=stMainBlockContainer]{padding-top:2.6rem;padding-bottom:3rem}</style>")
+def page_style() -> None:
+    """Less empty space above the verdict than a page usually has, and no fading while a redraw is under way: on a page
+    that redraws itself every two seconds it would be a flicker."""
+    st.html(
+        "<style>[data-testid=stMainBlockContainer]{padding-top:2.6rem;padding-bottom:3rem}"
+        "[data-stale=true]{opacity:1!important;transition:none!important}</style>"
+    )
 
 
 def empty(state: EmptyState, colours: Palette) -> None:

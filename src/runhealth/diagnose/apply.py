@@ -1,4 +1,4 @@
-"""Handing a rollback plan to the run: which plan, whether it may be applied, and dropping it where a supervisor looks."""
+"""Handing a rollback plan to the run: which plan, whether it may be applied, where a supervisor looks for it."""
 
 import fcntl
 import json
@@ -64,7 +64,9 @@ def newest_plan(run_path: str) -> str:
         if not path.name.endswith((APPLY, APPLIED, FAILED)) and not path.name.startswith(".")
     ]
     if not waiting:
-        raise PlanError(f"{folder}: no plan to apply; make one with `diagnose rollback plan --run {Path(run_path).name}`")
+        raise PlanError(
+            f"{folder}: no plan to apply; make one with `diagnose rollback plan --run {Path(run_path).name}`"
+        )
     return str(max(waiting, key=lambda path: (path.stat().st_mtime_ns, path.name)))
 
 
@@ -89,13 +91,24 @@ def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
         for earlier in _failed_plans(root)
     )
     return [
-        Check(sentence=f"the plan belongs to run {run_name}", holds=plan.run == run_name,
-              why=f"it was made for {plan.run!r}"),
-        Check(sentence=f"checkpoint {plan.checkpoint_step} exists", holds=exists,
-              why=f"{plan.checkpoint_path} is not a folder of the run"),
-        Check(sentence="its manifest is committed", holds=committed, why=f"{plan.checkpoint_path}/{MANIFEST} is missing"),
-        Check(sentence="no rollback to this checkpoint has failed for this incident", holds=not failed,
-              why=f"{PLANS}/ holds a failed plan for {plan.incident} and checkpoint {plan.checkpoint_step}"),
+        Check(
+            sentence=f"the plan belongs to run {run_name}",
+            holds=plan.run == run_name,
+            why=f"it was made for {plan.run!r}",
+        ),
+        Check(
+            sentence=f"checkpoint {plan.checkpoint_step} exists",
+            holds=exists,
+            why=f"{plan.checkpoint_path} is not a folder of the run",
+        ),
+        Check(
+            sentence="its manifest is committed", holds=committed, why=f"{plan.checkpoint_path}/{MANIFEST} is missing"
+        ),
+        Check(
+            sentence="no rollback to this checkpoint has failed for this incident",
+            holds=not failed,
+            why=f"{PLANS}/ holds a failed plan for {plan.incident} and checkpoint {plan.checkpoint_step}",
+        ),
     ]
 
 

@@ -25,8 +25,10 @@ class Case:
         self.incident = incident
         self.onset_step = incident.onset_step
         self.loss_back_step = loss_back_step
-        start = next((i for i, f in enumerate(frames) if f.step >= self.onset_step and f.attempt == incident.attempt),
-                     len(frames))
+        start = next(
+            (i for i, f in enumerate(frames) if f.step >= self.onset_step and f.attempt == incident.attempt),
+            len(frames),
+        )
         split = max(0, start - GUARD_FRAMES)
         self.before: tuple[Frame, ...] = tuple(frames[max(0, split - BEFORE_FRAMES) : split])
         self.around: tuple[Frame, ...] = tuple(frames[split:])
@@ -85,9 +87,7 @@ class Case:
 
     def rank_baseline(self, signal: str) -> float:
         """Median over ranks and frames before the incident; NaN when not recorded."""
-        values = [
-            float(v) for frame in self.before for v in frame.per_rank(signal).values() if math.isfinite(v)
-        ]
+        values = [float(v) for frame in self.before for v in frame.per_rank(signal).values() if math.isfinite(v)]
         return median(values)
 
     def first(self, signal: str, beyond: float, *, first: int, last: int) -> tuple[int, float] | None:

@@ -2,8 +2,8 @@
 
 Everything heavy is imported when it is needed: `diagnose --help` answers at once.
 
-Exit codes: 0 nothing at or above --fail-on · 1 findings at or above it · 2 usage · 3 run or file not found, or no usable
-data · 4 readable in part, no finding · 70 internal error · 130 interrupted.
+Exit codes: 0 nothing at or above --fail-on · 1 findings at or above it · 2 usage · 3 run or file not found, or no
+usable data · 4 readable in part, no finding · 70 internal error · 130 interrupted.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from runhealth import __version__
-from runhealth.storage.errors import AmbiguousRunError, NoUsableDataError, PlanError, RunhealthError, RunNotFoundError
+from runhealth.storage.errors import AmbiguousRunError, NoUsableDataError, RunhealthError, RunNotFoundError
 
 EXIT_OK, EXIT_FINDINGS, EXIT_USAGE, EXIT_NO_DATA, EXIT_PARTLY, EXIT_INTERNAL, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 70, 130
 FORMATS = ("text", "json", "markdown")
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "watch": _watch, "rollback": _rollback, "explain": _explain, "doctor": _doctor,
+        "watch": _watch,
+        "rollback": _rollback,
+        "explain": _explain,
+        "doctor": _doctor,
     }
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
@@ -68,17 +72,23 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _diagnose(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="diagnose", description="Say what went wrong with a training run, why, and what to do.",
-        epilog=_OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="diagnose",
+        description="Say what went wrong with a training run, why, and what to do.",
+        epilog=_OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="someone else's log file or folder; format is detected")
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="someone else's log file or folder; format is detected"
+    )
     _add_run(parser)
     parser.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the report there instead of stdout")
     parser.add_argument("--at", type=int, metavar="STEP", help="judge only the stretch around this step")
     parser.add_argument("--window", type=int, metavar="N", help="length of that stretch in steps (default: 500)")
     parser.add_argument("--attempt", type=int, metavar="N", help="this attempt only")
-    parser.add_argument("--fail-on", choices=SEVERITIES, default="warning", help="exit 1 from here on (default: warning)")
+    parser.add_argument(
+        "--fail-on", choices=SEVERITIES, default="warning", help="exit 1 from here on (default: warning)"
+    )
     parser.add_argument("--version", action="version", version=f"diagnose {__version__}")
     args = parser.parse_args(arguments)
     if bool(args.run) == bool(args.paths):
@@ -127,8 +137,8 @@ def _render(reports: Sequence[object], form: str, output: str | None) -> str:
     import time
 
     from runhealth.diagnose.findings import Report
-    from runhealth.diagnose.report import markdown, text
     from runhealth.diagnose.report import json as json_report
+    from runhealth.diagnose.report import markdown, text
     from runhealth.diagnose.report.plain import Style, stdout_style
 
     typed = [report for report in reports if isinstance(report, Report)]
@@ -156,24 +166,29 @@ def _exit_code(report: object, fail_on: str) -> int:
 
 def _watch(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="diagnose watch", description="Follow a live run; print findings as they come, change and end.",
+        prog="diagnose watch",
+        description="Follow a live run; print findings as they come, change and end.",
     )
     _add_run(parser, required=True)
     parser.add_argument(
-        "--hook", metavar="CMD",
+        "--hook",
+        metavar="CMD",
         help="shell command for each new or changed finding at or above --fail-on: the finding as JSON on its stdin, "
         "RUNHEALTH_RUN, RUNHEALTH_FINDING, RUNHEALTH_CODE, RUNHEALTH_SEVERITY and RUNHEALTH_STEP in its environment",
     )
     parser.add_argument("--once", action="store_true", help="look at what is there now, then exit")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default: 2)"
+    )
     parser.add_argument("--fail-on", choices=SEVERITIES, default="warning", help="default: warning")
     args = parser.parse_args(arguments)
     if not args.interval > 0:
         parser.error("--interval must be over 0")
     from runhealth.diagnose.watch import watch
 
-    return watch(_open_run(args.run, args.store), hook=args.hook, once=args.once, interval_s=args.interval,
-                 fail_on=args.fail_on)
+    return watch(
+        _open_run(args.run, args.store), hook=args.hook, once=args.once, interval_s=args.interval, fail_on=args.fail_on
+    )
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------
@@ -221,7 +236,8 @@ def _explain(arguments: list[str]) -> int:
 
 def _doctor(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="diagnose doctor", description="Which signals are there, which are missing, what each would tell.",
+        prog="diagnose doctor",
+        description="Which signals are there, which are missing, what each would tell.",
     )
     parser.add_argument("path", nargs="?", metavar="PATH", help="a log file or folder")
     _add_run(parser)
@@ -249,7 +265,9 @@ def _doctor(arguments: list[str]) -> int:
 
 def _add_run(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     parser.add_argument("--run", required=required, metavar="R", help="name, unique prefix, path, or `latest`")
-    parser.add_argument("--store", metavar="S", help="folder or URL of the runs (default: $RUNHEALTH_STORE, else ./runs)")
+    parser.add_argument(
+        "--store", metavar="S", help="folder or URL of the runs (default: $RUNHEALTH_STORE, else ./runs)"
+    )
 
 
 def _open_run(run: str, store: str | None) -> object:
@@ -259,8 +277,8 @@ def _open_run(run: str, store: str | None) -> object:
 
 
 def _open_path(path: str) -> object:
-    if os.path.isfile(os.path.join(path, "run.json")):
-        return _open_run(os.path.abspath(path), None)
+    if (Path(path) / "run.json").is_file():
+        return _open_run(str(Path(path).absolute()), None)
     from runhealth.storage.importers import open_log
 
     return open_log(path)

@@ -12,8 +12,7 @@ def render(info: SourceInfo, signals: Collection[str], style: Style) -> str:
     known = set(signals)
     yes, no = ("✓", "–") if style.unicode else ("yes", "no ")
     lines = [f"{safe(info.name)}  {safe(info.format)}  {info.rows_kept:,} of {info.rows_read:,} rows kept"]
-    for rejected in info.rejected[:5]:
-        lines.append(f"  line {rejected.line}: {safe(rejected.why)}")
+    lines.extend(f"  line {rejected.line}: {safe(rejected.why)}" for rejected in info.rejected[:5])
     lines.extend(f"  note: {safe(note)}" for note in info.notes[:5])
     lines += ["", "Recorded"]
     free = sorted(s for s in known if s not in STEP_SIGNALS and s not in BATCH_SIGNALS and not s.startswith("layer."))

@@ -14,9 +14,10 @@ from runhealth.diagnose.case import Case
 from runhealth.diagnose.detector import Detector, detector_classes
 from runhealth.diagnose.findings import Alarm, Finding, Missing, Report, SuspectResult
 from runhealth.diagnose.frames import Frame, FrameAssembler
-from runhealth.diagnose.history import History
+from runhealth.diagnose.history import History, decimate
 from runhealth.diagnose.incident import CAUSAL_KINDS, IncidentTracker, Tracked
 from runhealth.diagnose.judge import walk
+from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
 from runhealth.diagnose.verdicts import fact_of, findings_of, merge
@@ -35,8 +36,15 @@ class _Judged:
 
     __slots__ = ("clip_threshold", "details", "layers", "nearby", "suspects", "verdict")
 
-    def __init__(self, suspects: tuple[SuspectResult, ...], verdict: str, details: dict[str, object],
-                 nearby: list[BatchRecord], layers: tuple[str, ...], clip_threshold: float | None) -> None:
+    def __init__(
+        self,
+        suspects: tuple[SuspectResult, ...],
+        verdict: str,
+        details: dict[str, object],
+        nearby: list[BatchRecord],
+        layers: tuple[str, ...],
+        clip_threshold: float | None,
+    ) -> None:
         self.suspects, self.verdict, self.details = suspects, verdict, details
         self.nearby, self.layers, self.clip_threshold = nearby, layers, clip_threshold
 
@@ -114,18 +122,20 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs to go on; plain containers and records, fit for pickle."""
-        return copy.deepcopy({
-            "assembler": self._assembler.state_dict(),
-            "habit": self._habit.state_dict(),
-            "history": self._history.state_dict(),
-            "tracker": self._tracker.state_dict(),
-            "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
-            "facts": self._facts,
-            "judged": self._judged,
-            "told": self._told,
-            "window": self._window,
-            "finished": self._finished,
-        })
+        return copy.deepcopy(
+            {
+                "assembler": self._assembler.state_dict(),
+                "habit": self._habit.state_dict(),
+                "history": self._history.state_dict(),
+                "tracker": self._tracker.state_dict(),
+                "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
+                "facts": self._facts,
+                "judged": self._judged,
+                "told": self._told,
+                "window": self._window,
+                "finished": self._finished,
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         state = copy.deepcopy(dict(state))
@@ -188,8 +198,9 @@ class Engine:
 
     def _judge(self, tracked: Tracked) -> _Judged | None:
         frames = self._history.frames
-        if not frames or (tracked.id in self._judged and frames[0].step > tracked.onset_step
-                          and frames[0].attempt >= tracked.attempt):
+        if not frames or (
+            tracked.id in self._judged and frames[0].step > tracked.onset_step and frames[0].attempt >= tracked.attempt
+        ):
             return None  # the ring has moved on; what was said with the telemetry at hand stands
         _, back = tracked.loss_outcome()
         case = Case(tracked.incident(), list(frames), loss_back_step=back)
@@ -199,7 +210,9 @@ class Engine:
         nearby: list[BatchRecord] = []
         strong = case.outliers(case.between(case.loss_step - 2, case.loss_step))
         if verdict == "bad_shard" and strong:
-            details["shard"] = max(strong, key=lambda o: (o.hash_mismatch, abs(o.largest.z) if o.largest else 0)).batch.shard
+            details["shard"] = max(
+                strong, key=lambda o: (o.hash_mismatch, abs(o.largest.z) if o.largest else 0)
+            ).batch.shard
             nearby = case.batches(onset - NEARBY_STEPS, case.horizon_step)[:512]
         implicated = next((s for s in suspects if s.suspect == verdict), None)
         layers = next((e.layers for e in implicated.evidence if e.layers), ()) if implicated else ()
@@ -221,8 +234,8 @@ class Engine:
             judged = self._judged.get(tracked.id) or self._judge(tracked)
             if judged is None:
                 continue
-            for finding in findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details):
-                found.append(self._planned(self._healed(finding), judged, planner))
+            headlines = findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details)
+            found.extend(self._planned(self._healed(finding), judged, planner) for finding in headlines)
         facts = [*self._facts, *event_facts.alarms(self._history)]
         found.extend(fact_of(alarm) for alarm in facts)
         return merge(found)
@@ -249,7 +262,8 @@ class Engine:
             )
             if passed and not again:
                 return replace(
-                    finding, summary=f"{finding.summary} Attempt {attempt} passed these steps without it.",
+                    finding,
+                    summary=f"{finding.summary} Attempt {attempt} passed these steps without it.",
                     details={**finding.details, "healed_by_attempt": attempt},
                 )
         return finding
@@ -266,8 +280,13 @@ class Engine:
                     vain.setdefault(tracked.id, set()).add(step)
         seconds = [float(v) for f in history.frames if (v := f.largest("t_step_s")) is not None]
         return Planner(
-            run=run, checkpoints=history.checkpoints, attempt_first_steps=history.firsts, last_steps=history.lasts,
-            outliers=history.outliers, step_seconds=seconds, tokens_per_step=history.tokens_per_step,
+            run=run,
+            checkpoints=history.checkpoints,
+            attempt_first_steps=history.firsts,
+            last_steps=history.lasts,
+            outliers=history.outliers,
+            step_seconds=seconds,
+            tokens_per_step=history.tokens_per_step,
             used_in_vain=vain,
         )
 
@@ -296,22 +315,16 @@ class Engine:
 
 
 def _spark(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    from runhealth.diagnose.history import decimate
-
     return list(decimate(points, 72))
 
 
 def _digest(finding: Finding) -> str:
-    from runhealth.diagnose.report.json import finding_json
-
     return hashlib.sha256(json.dumps(finding_json(finding), sort_keys=True).encode()).hexdigest()
 
 
 def verdict_hash(report: Report) -> str:
     """One hash over what was concluded: attempts and findings with all evidence. Equal for equal conclusions, however
     the records arrived."""
-    from runhealth.diagnose.report.json import attempt_json, finding_json
-
     said = {
         "attempts": [attempt_json(a) for a in report.attempts],
         "findings": [finding_json(f) for f in report.findings],

@@ -1,8 +1,10 @@
 """Facts that checkpoints and events tell by themselves: a crash that ended the run, a checkpoint that is corrupt."""
 
+import math
+
 from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.history import History
-from runhealth.storage.records import CheckpointStatus, EventKind
+from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind
 
 MESSAGE_CHARS = 200
 
@@ -19,21 +21,36 @@ def alarms(history: History) -> list[Alarm]:
         lines = event.message.strip().splitlines() or ["an exception"]
         found.append(
             Alarm(
-                detector="event_facts", kind="crash", signal="", attempt=event.attempt, step=step, onset_step=step,
-                score=1.0, value=float("nan"), baseline=float("nan"),
+                detector="event_facts",
+                kind="crash",
+                signal="",
+                attempt=event.attempt,
+                step=step,
+                onset_step=step,
+                score=1.0,
+                value=math.nan,
+                baseline=math.nan,
                 ranks=(event.rank,) if event.rank >= 0 else (),
                 message=f"attempt {event.attempt} ended with an exception: {lines[-1][:MESSAGE_CHARS]}"
                 + ("; a later attempt went on" if went_on else ""),
                 severity=Severity.WARNING if went_on else Severity.ERROR,
             )
         )
-    for record in sorted(history.checkpoints, key=lambda c: (c.attempt, c.step, c.ts_ns)):
-        if record.status is CheckpointStatus.FAILED:
-            found.append(
-                Alarm(
-                    detector="event_facts", kind="checkpoint_corrupt", signal="", attempt=record.attempt,
-                    step=record.step, onset_step=record.step, score=1.0, value=float("nan"), baseline=float("nan"),
-                    message=f"checkpoint {record.step:,} cannot be used: {record.reason or 'verification failed'}",
-                )
-            )
+    failed = [record for record in history.checkpoints if record.status is CheckpointStatus.FAILED]
+    found.extend(_corrupt(record) for record in sorted(failed, key=lambda c: (c.attempt, c.step, c.ts_ns)))
     return found
+
+
+def _corrupt(record: CheckpointRecord) -> Alarm:
+    return Alarm(
+        detector="event_facts",
+        kind="checkpoint_corrupt",
+        signal="",
+        attempt=record.attempt,
+        step=record.step,
+        onset_step=record.step,
+        score=1.0,
+        value=math.nan,
+        baseline=math.nan,
+        message=f"checkpoint {record.step:,} cannot be used: {record.reason or 'verification failed'}",
+    )

@@ -16,95 +16,187 @@ class Explanation:
 
 _CAUSES = "Look at the suspects of the finding; `diagnose rollback plan` when the loss does not come back."
 
-EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType({
-    "loss_spike": Explanation(
-        "The loss leaves its trend upward by at least 10 % and 5 robust sigma of the last 128 points. Gone within 20 "
-        "steps: info. Came back later: warning. Never came back: error.",
-        "loss; for the cause: grad_norm, clip_threshold, lr, update_ratio, token statistics, overflow counts", _CAUSES),
-    "loss_divergence": Explanation(
-        "A sustained climb of the loss over the lowest level it had reached, or a blow-up without return.",
-        "loss; for the cause as for a spike", _CAUSES),
-    "non_finite": Explanation(
-        "NaN or Inf in the loss, the gradient norm or the evaluation loss. A skipped fp16 step does not count.",
-        "loss, grad_norm or eval_loss; nonfinite_count and grad_norm_rank name the rank",
-        "Find the first rank and tensor; one rank points to data or hardware, all at once to learning rate or dtype. "
-        "Go back to the last good checkpoint; never apply such an update."),
-    "gradient_spike": Explanation(
-        "The gradient norm is over 3 x its median and 6 robust sigma, and the loss does not show it.",
-        "grad_norm", "Three bursts or more: look at the batches of these steps, and at clipping."),
-    "clip_breach": Explanation(
-        "The norm is over 5 x the clip threshold and 3 x what the run is used to, in 3 of 5 steps.",
-        "grad_norm, clip_threshold", "Look for the cause of the gradients first; else lower the threshold."),
-    "loss_scale_collapse": Explanation(
-        "The fp16 loss scale falls by 2^5 or more in at least 4 decreases without regrowth, outside the start-up.",
-        "loss_scale", "Go back to before the first decrease; keep the overflowing tensors in higher precision or use bf16."),
-    "fp_overflow": Explanation(
-        "Overflow counts leave a quiet habit, or the amax is over 1.3 x its 98th percentile against the believed one.",
-        "overflow_count or amax_ratio; layer samples name the tensors",
-        "Refill the amax histories; keep the named tensors in higher precision."),
-    "not_learning": Explanation(
-        "The loss ends where it started, after a whole run.", "loss",
-        "Check learning rate, frozen parameters, labels, and that the optimizer steps."),
-    "overfitting": Explanation("The evaluation loss rises while the training loss falls.", "loss, eval_loss",
-                               "Stop earlier, regularise, or add data."),
-    "eval_drift": Explanation("The evaluation loss leaves its trend and the training loss does not.", "loss, eval_loss",
-                              "Score a frozen checkpoint again: the evaluation itself may have changed."),
-    "masked_non_finite": Explanation(
-        "The log hides non-finite steps: a loss of 0.0, a mean instead of NaN, a loss field that vanished.",
-        "loss and grad_norm", "Turn the logger's NaN filter off (Hugging Face: logging_nan_inf_filter=False)."),
-    "optimizer_not_stepping": Explanation(
-        "Weights, or a loss that is constant to all digits, show that no update is applied.",
-        "loss, or weight_norm and grad_norm", "Check step skipping, the optimizer's parameters, and gradient hooks."),
-    "no_training_signal": Explanation("Loss and gradient are exactly 0 from the start.", "loss, grad_norm",
-                                      "Check labels and masking: every token may be ignored."),
-    "placeholder_value": Explanation("A logged constant that is no measurement.", "any",
-                                     "Log the real value, or nothing."),
-    "scale_change": Explanation("Loss or gradient changes by an exact factor from one step to the next.",
-                                "loss, grad_norm", "Look for a changed reduction, accumulation or world size."),
-    "short_accumulation_window": Explanation("An exact fraction on the last step of each epoch.", "loss, grad_norm, epoch",
-                                             "Drop or pad the last window, or normalise by its real size."),
-    "epoch_staircase": Explanation("The training loss steps down at each epoch boundary.", "loss, epoch",
-                                   "Normal for small data; watch the evaluation loss."),
-    "restart": Explanation("The step number goes back, or the run was resumed: a new attempt.", "step",
-                           "Nothing, unless the restart was not meant."),
-    "resume_jump": Explanation("The loss right after a resume is off the old trend.", "loss",
-                               "Check that optimizer, schedule, scaler and data position were restored."),
-    "data_repeated": Explanation("Samples that were seen before come again after a resume.",
-                                 "consumed_samples or batch hashes", "Restore the data position with the checkpoint."),
-    "data_restarted": Explanation("The data position goes back at a resume.", "consumed_samples or batch records",
-                                  "Restore the data position with the checkpoint; the loss since is too low."),
-    "lr_discontinuity": Explanation("The learning rate after a resume is off its schedule.", "lr",
-                                    "Restore the scheduler with the checkpoint."),
-    "loss_scale_reset": Explanation("The loss scale after a resume is not what it was.", "loss_scale",
-                                    "Restore the scaler with the checkpoint."),
-    "optimizer_state_lost": Explanation("The update ratio after a resume shows that moments were not restored.",
-                                        "update_ratio", "Restore the optimizer with the checkpoint."),
-    "slow_step": Explanation("One step takes far longer than its neighbours.", "t_step_s", "Nothing, unless it recurs."),
-    "periodic_stall": Explanation("Slow steps recur with a period.", "t_step_s or phase times",
-                                  "Match the period with saves, evaluation, garbage collection."),
-    "sustained_slowdown": Explanation("Steps become slower and stay so.", "t_step_s or phase times",
-                                      "Look at the device: clocks, memory pressure, other jobs."),
-    "straggler": Explanation("One rank or stage holds the others up: its compute is longest and its wait shortest.",
-                             "per-rank compute and wait times", "Take the rank out, or look at its host."),
-    "hang": Explanation("No step for a long time.", "heartbeats", "Dump stacks; restart."),
-    "dead_rank": Explanation("A rank that stopped reporting, or never came.", "per-rank records", "Restart without it."),
-    "crash": Explanation("An exception ended the attempt.", "events", "Read the traceback of the first rank that failed."),
-    "memory_growth": Explanation("The floor of allocated memory rises.", "mem_allocated_bytes",
-                                 "Look for tensors kept between steps."),
-    "out_of_memory": Explanation("An allocation failed.", "events", "Smaller micro-batch, checkpointing, sharding."),
-    "low_mfu": Explanation("Utilisation is far under the plan for this layout.", "t_step_s, tokens", "Profile a step."),
-    "rank_outlier": Explanation("One rank's own loss or gradient differs from its peers.", "per-rank loss, grad_norm_rank",
-                                "Repeat the batch on another device; differing results mean silent corruption."),
-    "replica_desync": Explanation("Replicated parameters differ between ranks.", "parameter checksums",
-                                  "Restore from the last good checkpoint; look for a missing reduce."),
-    "logit_growth": Explanation("The largest logit climbs for a long time.", "logit_max", "QK-norm, z-loss, lower rate."),
-    "dead_layer": Explanation("A layer's gradient is as small as the optimizer's epsilon.", "layer gradient norms",
-                              "Check its input and initialisation."),
-    "router_collapse": Explanation("One expert takes all load.", "router load", "Balance loss; restart the router."),
-    "checkpoint_corrupt": Explanation("A checkpoint that fails verification.", "checkpoint records",
-                                      "It is never chosen for a rollback; check the disk."),
-    "checkpoint_slow": Explanation("Saves stall the run.", "t_checkpoint_s", "Save asynchronously or less often."),
-})
+EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
+    {
+        "loss_spike": Explanation(
+            "The loss leaves its trend upward by at least 10 % and 5 robust sigma of the last 128 points. Gone in 20 "
+            "steps: info. Came back later: warning. Never came back: error.",
+            "loss; for the cause: grad_norm, clip_threshold, lr, update_ratio, token statistics, overflow counts",
+            _CAUSES,
+        ),
+        "loss_divergence": Explanation(
+            "A sustained climb of the loss over the lowest level it had reached, or a blow-up without return.",
+            "loss; for the cause as for a spike",
+            _CAUSES,
+        ),
+        "non_finite": Explanation(
+            "NaN or Inf in the loss, the gradient norm or the evaluation loss. A skipped fp16 step does not count.",
+            "loss, grad_norm or eval_loss; nonfinite_count and grad_norm_rank name the rank",
+            "Find the first rank and tensor; one rank: data or hardware; all at once: learning rate or dtype. "
+            "Go back to the last good checkpoint; never apply such an update.",
+        ),
+        "gradient_spike": Explanation(
+            "The gradient norm is over 3 x its median and 6 robust sigma, and the loss does not show it.",
+            "grad_norm",
+            "Three bursts or more: look at the batches of these steps, and at clipping.",
+        ),
+        "clip_breach": Explanation(
+            "The norm is over 5 x the clip threshold and 3 x what the run is used to, in 3 of 5 steps.",
+            "grad_norm, clip_threshold",
+            "Look for the cause of the gradients first; else lower the threshold.",
+        ),
+        "loss_scale_collapse": Explanation(
+            "The fp16 loss scale falls by 2^5 or more in at least 4 decreases without regrowth, outside the start-up.",
+            "loss_scale",
+            "Go back to before the first decrease; keep the overflowing tensors in higher precision or use bf16.",
+        ),
+        "fp_overflow": Explanation(
+            "Overflow counts leave a quiet habit, or amax / believed amax is over 1.3 x its 98th percentile.",
+            "overflow_count or amax_ratio; layer samples name the tensors",
+            "Refill the amax histories; keep the named tensors in higher precision.",
+        ),
+        "not_learning": Explanation(
+            "The loss ends where it started, after a whole run.",
+            "loss",
+            "Check learning rate, frozen parameters, labels, and that the optimizer steps.",
+        ),
+        "overfitting": Explanation(
+            "The evaluation loss rises while the training loss falls.",
+            "loss, eval_loss",
+            "Stop earlier, regularise, or add data.",
+        ),
+        "eval_drift": Explanation(
+            "The evaluation loss leaves its trend and the training loss does not.",
+            "loss, eval_loss",
+            "Score a frozen checkpoint again: the evaluation itself may have changed.",
+        ),
+        "masked_non_finite": Explanation(
+            "The log hides non-finite steps: a loss of 0.0, a mean instead of NaN, a loss field that vanished.",
+            "loss and grad_norm",
+            "Turn the logger's NaN filter off (Hugging Face: logging_nan_inf_filter=False).",
+        ),
+        "optimizer_not_stepping": Explanation(
+            "Weights, or a loss that is constant to all digits, show that no update is applied.",
+            "loss, or weight_norm and grad_norm",
+            "Check step skipping, the optimizer's parameters, and gradient hooks.",
+        ),
+        "no_training_signal": Explanation(
+            "Loss and gradient are exactly 0 from the start.",
+            "loss, grad_norm",
+            "Check labels and masking: every token may be ignored.",
+        ),
+        "placeholder_value": Explanation(
+            "A logged constant that is no measurement.", "any", "Log the real value, or nothing."
+        ),
+        "scale_change": Explanation(
+            "Loss or gradient changes by an exact factor from one step to the next.",
+            "loss, grad_norm",
+            "Look for a changed reduction, accumulation or world size.",
+        ),
+        "short_accumulation_window": Explanation(
+            "An exact fraction on the last step of each epoch.",
+            "loss, grad_norm, epoch",
+            "Drop or pad the last window, or normalise by its real size.",
+        ),
+        "epoch_staircase": Explanation(
+            "The training loss steps down at each epoch boundary.",
+            "loss, epoch",
+            "Normal for small data; watch the evaluation loss.",
+        ),
+        "restart": Explanation(
+            "The step number goes back, or the run was resumed: a new attempt.",
+            "step",
+            "Nothing, unless the restart was not meant.",
+        ),
+        "resume_jump": Explanation(
+            "The loss right after a resume is off the old trend.",
+            "loss",
+            "Check that optimizer, schedule, scaler and data position were restored.",
+        ),
+        "data_repeated": Explanation(
+            "Samples that were seen before come again after a resume.",
+            "consumed_samples or batch hashes",
+            "Restore the data position with the checkpoint.",
+        ),
+        "data_restarted": Explanation(
+            "The data position goes back at a resume.",
+            "consumed_samples or batch records",
+            "Restore the data position with the checkpoint; the loss since is too low.",
+        ),
+        "lr_discontinuity": Explanation(
+            "The learning rate after a resume is off its schedule.", "lr", "Restore the scheduler with the checkpoint."
+        ),
+        "loss_scale_reset": Explanation(
+            "The loss scale after a resume is not what it was.", "loss_scale", "Restore the scaler with the checkpoint."
+        ),
+        "optimizer_state_lost": Explanation(
+            "The update ratio after a resume shows that moments were not restored.",
+            "update_ratio",
+            "Restore the optimizer with the checkpoint.",
+        ),
+        "slow_step": Explanation(
+            "One step takes far longer than its neighbours.", "t_step_s", "Nothing, unless it recurs."
+        ),
+        "periodic_stall": Explanation(
+            "Slow steps recur with a period.",
+            "t_step_s or phase times",
+            "Match the period with saves, evaluation, garbage collection.",
+        ),
+        "sustained_slowdown": Explanation(
+            "Steps become slower and stay so.",
+            "t_step_s or phase times",
+            "Look at the device: clocks, memory pressure, other jobs.",
+        ),
+        "straggler": Explanation(
+            "One rank or stage holds the others up: its compute is longest and its wait shortest.",
+            "per-rank compute and wait times",
+            "Take the rank out, or look at its host.",
+        ),
+        "hang": Explanation("No step for a long time.", "heartbeats", "Dump stacks; restart."),
+        "dead_rank": Explanation(
+            "A rank that stopped reporting, or never came.", "per-rank records", "Restart without it."
+        ),
+        "crash": Explanation(
+            "An exception ended the attempt.", "events", "Read the traceback of the first rank that failed."
+        ),
+        "memory_growth": Explanation(
+            "The floor of allocated memory rises.", "mem_allocated_bytes", "Look for tensors kept between steps."
+        ),
+        "out_of_memory": Explanation(
+            "An allocation failed.", "events", "Smaller micro-batch, checkpointing, sharding."
+        ),
+        "low_mfu": Explanation(
+            "Utilisation is far under the plan for this layout.", "t_step_s, tokens", "Profile a step."
+        ),
+        "rank_outlier": Explanation(
+            "One rank's own loss or gradient differs from its peers.",
+            "per-rank loss, grad_norm_rank",
+            "Repeat the batch on another device; differing results mean silent corruption.",
+        ),
+        "replica_desync": Explanation(
+            "Replicated parameters differ between ranks.",
+            "parameter checksums",
+            "Restore from the last good checkpoint; look for a missing reduce.",
+        ),
+        "logit_growth": Explanation(
+            "The largest logit climbs for a long time.", "logit_max", "QK-norm, z-loss, lower rate."
+        ),
+        "dead_layer": Explanation(
+            "A layer's gradient is as small as the optimizer's epsilon.",
+            "layer gradient norms",
+            "Check its input and initialisation.",
+        ),
+        "router_collapse": Explanation(
+            "One expert takes all load.", "router load", "Balance loss; restart the router."
+        ),
+        "checkpoint_corrupt": Explanation(
+            "A checkpoint that fails verification.",
+            "checkpoint records",
+            "It is never chosen for a rollback; check the disk.",
+        ),
+        "checkpoint_slow": Explanation("Saves stall the run.", "t_checkpoint_s", "Save asynchronously or less often."),
+    }
+)
 
 
 def explain(code: str) -> str | None:

@@ -199,9 +199,7 @@ class FrameAssembler:
         pending = len(attempt.frames)
         limit: int | None = None
         world = self._worlds.get(number)
-        if attempt.held and (
-            (world is not None and len(attempt.latest) >= world) or pending > MAX_PENDING
-        ):
+        if attempt.held and ((world is not None and len(attempt.latest) >= world) or pending > MAX_PENDING):
             attempt.held = False
         if not attempt.held:
             limit = attempt.floor

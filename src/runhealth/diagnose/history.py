@@ -117,8 +117,12 @@ class History:
                 steps = self.steps_seen[attempt]
                 superseded = len(steps) - bisect_left(steps, min(later))
             found.append(
-                AttemptSummary(attempt=attempt, first_step=self.firsts[attempt], last_step=self.lasts[attempt],
-                               superseded_steps=superseded)
+                AttemptSummary(
+                    attempt=attempt,
+                    first_step=self.firsts[attempt],
+                    last_step=self.lasts[attempt],
+                    superseded_steps=superseded,
+                )
             )
         return tuple(found)
 
@@ -138,11 +142,7 @@ class History:
         return series.between(first, last) if series is not None else []
 
     def curves(self) -> dict[str, tuple[tuple[int, float], ...]]:
-        return {
-            name: decimate(points, CURVE_POINTS)
-            for name in CURVE_SIGNALS
-            if (points := list(self.stitched(name)))
-        }
+        return {name: decimate(points, CURVE_POINTS) for name in CURVE_SIGNALS if (points := list(self.stitched(name)))}
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))
@@ -168,8 +168,7 @@ def decimate(points: Sequence[tuple[int, float]], target: int) -> tuple[tuple[in
         bad = next((p for p in part if not math.isfinite(p[1])), None)
         if bad:
             kept[bad[0]] = math.nan
-    for step, value in (points[0], points[-1]):
-        kept[step] = value
+    kept |= {points[0][0]: points[0][1], points[-1][0]: points[-1][1]}
     return tuple(sorted(kept.items()))
 
 

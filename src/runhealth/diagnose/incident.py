@@ -97,17 +97,21 @@ class Tracked:
     def incident(self) -> Incident:
         order = {kind: position for position, kind in enumerate(CAUSAL_KINDS)}
         alarms = sorted(self.alarms, key=lambda a: (order.get(a.kind, 99), a.onset_step, a.signal))
-        return Incident(id=self.id, attempt=self.attempt, onset_step=self.onset_step, alarms=tuple(alarms),
-                        last_alarm_step=self.last_step)
+        return Incident(
+            id=self.id,
+            attempt=self.attempt,
+            onset_step=self.onset_step,
+            alarms=tuple(alarms),
+            last_alarm_step=self.last_step,
+        )
 
     # -- following it -----------------------------------------------------------------------------------------------
 
     def add(self, alarm: Alarm, index: int, before: Sequence[float] = ()) -> None:
         """Take in an alarm; `before` are the last losses before it."""
         known = next((a for a in self.alarms if a.signal == alarm.signal and a.kind == alarm.kind), None)
-        if known is None or alarm.kind != CHANNEL:
-            if len(self.alarms) < 64:
-                self.alarms.append(alarm)
+        if (known is None or alarm.kind != CHANNEL) and len(self.alarms) < 64:
+            self.alarms.append(alarm)
         if alarm.kind == CHANNEL:
             return
         self.last_index, self.last_step = index, max(self.last_step, alarm.step)

@@ -22,8 +22,10 @@ EXONERATED_NATS = -3.0
 
 def raw_sum(evidence: Sequence[Evidence]) -> float:
     """Sum of the weights in nats, each clipped to ±3.5 except vetoes."""
-    return sum(e.weight_nats if e.weight_nats <= VETO_NATS else max(-CLIP_NATS, min(CLIP_NATS, e.weight_nats))
-               for e in evidence)
+    return sum(
+        e.weight_nats if e.weight_nats <= VETO_NATS else max(-CLIP_NATS, min(CLIP_NATS, e.weight_nats))
+        for e in evidence
+    )
 
 
 def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, ...], str]:
@@ -40,9 +42,9 @@ def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, 
             continue
         try:
             evidence = tuple(suspect.investigate(case))
+            if not all(math.isfinite(e.weight_nats) for e in evidence):
+                raise ValueError("expected finite weights in nats, met one that is not")
             raw = raw_sum(evidence)
-            if math.isnan(raw):
-                raise ValueError("expected finite weights, met NaN")
         except Exception:  # noqa: BLE001 - a broken suspect is reported and harms nobody
             error = traceback.format_exc().strip().splitlines()[-1]
             seen.append((suspect, Status.CRASHED, (), error, -math.inf))

@@ -60,8 +60,7 @@ def _why_not(
     attempt_first_steps: Mapping[int, int],
     used_in_vain: Collection[int],
 ) -> str | None:
-    saved_in = max((r.attempt for r in records if r.status is not CheckpointStatus.LOADED),
-                   default=records[-1].attempt)
+    saved_in = max((r.attempt for r in records if r.status is not CheckpointStatus.LOADED), default=records[-1].attempt)
     later = [first for n, first in attempt_first_steps.items() if saved_in < n <= attempt]
     if later and step > min(later):
         return f"belongs to attempt {saved_in}, which was given up at step {min(later):,}"

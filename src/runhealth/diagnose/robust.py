@@ -79,8 +79,9 @@ class Baseline:
     `floor` and `floor_share` (of the median's size) bound sigma from below.
     """
 
-    def __init__(self, size: int = 128, *, least: int = 16, every: int = 16, floor: float = 0.0,
-                 floor_share: float = 0.0) -> None:
+    def __init__(
+        self, size: int = 128, *, least: int = 16, every: int = 16, floor: float = 0.0, floor_share: float = 0.0
+    ) -> None:
         self.size, self.least, self.every, self.floor, self.floor_share = size, least, every, floor, floor_share
         self.values: deque[float] = deque(maxlen=size)
         self._since = 0
@@ -104,8 +105,7 @@ class Baseline:
         if self._since and (self._since >= self.every or not self._ordered or len(self.values) < 2 * self.least):
             self._ordered = sorted(self.values)
             self._center = median(self._ordered)
-            self._sigma = max(mad_sigma(self._ordered, self._center), self.floor,
-                              self.floor_share * abs(self._center))
+            self._sigma = max(mad_sigma(self._ordered, self._center), self.floor, self.floor_share * abs(self._center))
             self._since = 0
 
     @property
@@ -126,4 +126,6 @@ class Baseline:
     def z(self, value: float) -> float:
         """How many robust sigma `value` is over the median (negative: under)."""
         self.refresh()
-        return (value - self._center) / self._sigma if self._sigma > 0 else math.copysign(math.inf, value - self._center)
+        return (
+            (value - self._center) / self._sigma if self._sigma > 0 else math.copysign(math.inf, value - self._center)
+        )

@@ -16,8 +16,15 @@ from runhealth.storage.source import RecordSource
 
 GAP_STEPS = 4  # outliers so far apart belong to one stretch of bad data
 MARGIN_STEPS = 2
-PLANNED_KINDS = ("loss_spike", "loss_divergence", "non_finite", "loss_scale_collapse", "fp_overflow", "clip_breach",
-                 "gradient_spike")
+PLANNED_KINDS = (
+    "loss_spike",
+    "loss_divergence",
+    "non_finite",
+    "loss_scale_collapse",
+    "fp_overflow",
+    "clip_breach",
+    "gradient_spike",
+)
 
 
 def build_plan(report: Report, incident: str | None, source: RecordSource) -> RollbackPlan:
@@ -68,8 +75,9 @@ class Planner:
         self.tokens_per_step = tokens_per_step
         self.used_in_vain = used_in_vain
 
-    def plan(self, finding: Finding, nearby: Sequence[BatchRecord], layers: Sequence[str],
-             clip_threshold: float | None) -> RollbackPlan:
+    def plan(
+        self, finding: Finding, nearby: Sequence[BatchRecord], layers: Sequence[str], clip_threshold: float | None
+    ) -> RollbackPlan:
         """The plan for one finding.
 
         `nearby` are the batches read around the onset, `layers` the tensors that evidence names.
@@ -102,9 +110,17 @@ class Planner:
         if finding.verdict == UNDETERMINED:
             preconditions.append("the cause is undetermined: nothing is repaired or skipped, so it may come again")
         return RollbackPlan(
-            run=self.run, incident=incident, attempt=finding.attempt, cause=finding.verdict, probability=probability,
-            onset_step=finding.onset_step, checkpoint_step=good.step, checkpoint_path=good.path, skip=skip,
-            repairs=repairs, rejected=good.rejected,
+            run=self.run,
+            incident=incident,
+            attempt=finding.attempt,
+            cause=finding.verdict,
+            probability=probability,
+            onset_step=finding.onset_step,
+            checkpoint_step=good.step,
+            checkpoint_path=good.path,
+            skip=skip,
+            repairs=repairs,
+            rejected=good.rejected,
             cost=Cost(
                 steps=steps,
                 tokens=int(steps * self.tokens_per_step),
@@ -118,7 +134,8 @@ class Planner:
         """The measured extent of the bad data, by sample."""
         shard = finding.details.get("shard")
         mine = [
-            o for o in self.outliers
+            o
+            for o in self.outliers
             if o.batch.attempt == finding.attempt and o.batch.shard == shard and o.batch.first_sample >= 0
         ]
         reached = extent(mine, finding.onset_step)

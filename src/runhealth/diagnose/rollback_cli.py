@@ -61,8 +61,10 @@ def apply(run: str, store_root: str | None, plan_file: str | None, *, dry_run: b
 def describe(made: RollbackPlan) -> str:
     """The plan as a person reads it."""
     lines = [
-        f"Rollback plan for {safe(made.run)}, incident {safe(made.incident)} (attempt {made.attempt}, onset "
-        f"{made.onset_step:,})",
+        (
+            f"Rollback plan for {safe(made.run)}, incident {safe(made.incident)} (attempt {made.attempt}, onset "
+            f"{made.onset_step:,})"
+        ),
         f"  cause     {safe(made.cause)} ({made.probability:.2f})",
         f"  go to     checkpoint {made.checkpoint_step:,}  {safe(made.checkpoint_path)}",
     ]
@@ -80,6 +82,8 @@ def describe(made: RollbackPlan) -> str:
     )
     cost = made.cost
     seconds = f", about {age(cost.seconds)}" if cost.seconds is not None else ""
-    lines.append(f"  cost      {cost.steps:,} steps again{seconds}, {cost.tokens:,} tokens, "
-                 f"{cost.samples_skipped:,} samples skipped")
+    lines.append(
+        f"  cost      {cost.steps:,} steps again{seconds}, {cost.tokens:,} tokens, "
+        f"{cost.samples_skipped:,} samples skipped"
+    )
     return "\n".join(lines) + "\n"

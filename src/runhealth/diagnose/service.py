@@ -8,9 +8,7 @@ from runhealth.storage.source import RecordSource
 __all__ = ["diagnose", "verdict_hash"]
 
 
-def diagnose(
-    source: RecordSource, *, window: tuple[int, int] | None = None, attempt: int | None = None
-) -> Report:
+def diagnose(source: RecordSource, *, window: tuple[int, int] | None = None, attempt: int | None = None) -> Report:
     """Diagnose a run of the store or an imported log.
 
     `window` = (first, last) restricts what is judged to these steps; `attempt` reads that attempt only.

@@ -36,15 +36,20 @@ MANY_BURSTS = 3
 MERGE_LEAST = 2
 
 
-def findings_of(tracked: Tracked, suspects: tuple[SuspectResult, ...], verdict: str,
-                known: Mapping[str, Suspect], details: Mapping[str, object]) -> list[Finding]:
+def findings_of(
+    tracked: Tracked,
+    suspects: tuple[SuspectResult, ...],
+    verdict: str,
+    known: Mapping[str, Suspect],
+    details: Mapping[str, object],
+) -> list[Finding]:
     """The findings of one incident: one a headline."""
     kinds: list[tuple[str, tuple[str, ...]]] = []
     if tracked.of(*LOSS_KINDS):
         kinds.append((tracked.loss_kind(), LOSS_KINDS))
     kinds.extend((kind, (kind,)) for kind in HEADLINES if tracked.of(kind))
     if not kinds:
-        kinds = [(kind, (kind,)) for kind in BURSTS if tracked.of(kind)][:1]
+        kinds.extend([(kind, (kind,)) for kind in BURSTS if tracked.of(kind)][:1])
     found = []
     for position, (kind, alarm_kinds) in enumerate(kinds):
         alarms = tracked.of(*alarm_kinds)
@@ -57,15 +62,30 @@ def findings_of(tracked: Tracked, suspects: tuple[SuspectResult, ...], verdict: 
         remedy = _remedy(verdict, outcome, end, known)
         finding = Finding(
             id=tracked.id if first else f"{tracked.id}-{kind}",
-            code=CODES[kind], kind=kind, severity=_severity(kind, outcome, tracked, count), outcome=outcome,
-            attempt=tracked.attempt, onset_step=onset,
+            code=CODES[kind],
+            kind=kind,
+            severity=_severity(kind, outcome, tracked, count),
+            outcome=outcome,
+            attempt=tracked.attempt,
+            onset_step=onset,
             peak_step=tracked.peak_step if kind in LOSS_KINDS else alarms[0].step,
-            end_step=end, summary="", count=count, ranks=_ranks(tracked.alarms, verdict, suspects),
+            end_step=end,
+            summary="",
+            count=count,
+            ranks=_ranks(tracked.alarms, verdict, suspects),
             signals=tuple(dict.fromkeys(a.signal for a in (*alarms, *tracked.alarms))),
-            lead_steps=_leads(tracked.alarms, moved), suspects=suspects, verdict=verdict, remedy=remedy,
+            lead_steps=_leads(tracked.alarms, moved),
+            suspects=suspects,
+            verdict=verdict,
+            remedy=remedy,
             missing=_missing(suspects),
-            details={**details, "incident": tracked.id, "loss_before": _number(tracked.baseline),
-                     "loss_peak": _number(tracked.peak_value), "loss_moved_step": tracked.loss_onset_step},
+            details={
+                **details,
+                "incident": tracked.id,
+                "loss_before": _number(tracked.baseline),
+                "loss_peak": _number(tracked.peak_value),
+                "loss_moved_step": tracked.loss_onset_step,
+            },
         )
         found.append(replace(finding, summary=summary(finding, alarms, known)))
     return found
@@ -75,11 +95,20 @@ def fact_of(alarm: Alarm) -> Finding:
     """A fact about the log or the run: no suspects."""
     severity = alarm.severity or FACT_SEVERITY.get(alarm.kind, Severity.WARNING)
     return Finding(
-        id=f"a{alarm.attempt}-s{alarm.onset_step}-{alarm.kind}", code=CODES[alarm.kind], kind=alarm.kind,
-        severity=severity, outcome=Outcome.NONE, attempt=alarm.attempt, onset_step=alarm.onset_step,
-        peak_step=alarm.step, end_step=alarm.end_step, summary=alarm.message, ranks=alarm.ranks or None,
+        id=f"a{alarm.attempt}-s{alarm.onset_step}-{alarm.kind}",
+        code=CODES[alarm.kind],
+        kind=alarm.kind,
+        severity=severity,
+        outcome=Outcome.NONE,
+        attempt=alarm.attempt,
+        onset_step=alarm.onset_step,
+        peak_step=alarm.step,
+        end_step=alarm.end_step,
+        summary=alarm.message,
+        ranks=alarm.ranks or None,
         signals=(alarm.signal,) if alarm.signal else (),
-        remedy=Remedy(action="none" if severity is Severity.INFO else "investigate"), details=dict(alarm.details),
+        remedy=Remedy(action="none" if severity is Severity.INFO else "investigate"),
+        details=dict(alarm.details),
     )
 
 
@@ -103,7 +132,11 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
         biggest = max(group, key=lambda f: (_peak(f), -f.onset_step))
         merged.append(
             replace(
-                first, count=count, severity=severity, peak_step=biggest.peak_step, end_step=last.end_step,
+                first,
+                count=count,
+                severity=severity,
+                peak_step=biggest.peak_step,
+                end_step=last.end_step,
                 summary=f"{count} times between steps {first.onset_step:,} and {last.peak_step:,}, the first: "
                 f"{first.summary}",
                 details={**first.details, "steps": [f.onset_step for f in group][:50]},
@@ -153,7 +186,8 @@ def _severity(kind: str, outcome: Outcome, tracked: Tracked, count: int) -> Seve
             doubled = tracked.recent and max(tracked.recent) >= math.log(2.0)
             return Severity.ERROR if doubled and tracked.points >= 3 else Severity.WARNING
         return {
-            Outcome.TRANSIENT: Severity.INFO, Outcome.RECOVERING: Severity.WARNING,
+            Outcome.TRANSIENT: Severity.INFO,
+            Outcome.RECOVERING: Severity.WARNING,
         }.get(outcome, Severity.ERROR)
     if kind == "non_finite":
         return Severity.WARNING if outcome in (Outcome.TRANSIENT, Outcome.RECOVERING) else Severity.ERROR
@@ -215,7 +249,9 @@ def summary(finding: Finding, alarms: Sequence[Alarm], known: Mapping[str, Suspe
         what = f"{first.message} at step {first.onset_step:,}"
     end = {
         Outcome.TRANSIENT: "gone at once",
-        Outcome.RECOVERING: f"back at step {finding.end_step:,}" if finding.end_step is not None else "coming back slowly",
+        Outcome.RECOVERING: f"back at step {finding.end_step:,}"
+        if finding.end_step is not None
+        else "coming back slowly",
         Outcome.NON_RECOVERING: "and never came back",
         Outcome.ONGOING: "and the data end before it is over",
         Outcome.NONE: "",

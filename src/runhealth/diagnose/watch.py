@@ -59,8 +59,10 @@ def _gist(finding: Finding) -> tuple[object, ...]:
 
 def _tell(finding: Finding, style: Style, *, new: bool) -> None:
     word = "new" if new else "changed"
-    print(f"{style.mark(finding.severity)} {finding.code} {word}  onset {finding.onset_step:,}  {safe(finding.summary)}",
-          flush=True)
+    print(
+        f"{style.mark(finding.severity)} {finding.code} {word}  onset {finding.onset_step:,}  {safe(finding.summary)}",
+        flush=True,
+    )
 
 
 def _fire(hook: str, run: str, finding: Finding) -> None:
@@ -76,7 +78,13 @@ def _fire(hook: str, run: str, finding: Finding) -> None:
     body = json.dumps({"run": run, **finding_json(finding)})
     try:
         done = subprocess.run(
-            hook, shell=True, input=body, text=True, env=environment, stdout=sys.stderr, timeout=HOOK_TIMEOUT_S,
+            hook,
+            shell=True,
+            input=body,
+            text=True,
+            env=environment,
+            stdout=sys.stderr,
+            timeout=HOOK_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

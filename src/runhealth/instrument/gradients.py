@@ -61,8 +61,8 @@ class GradientProbe(Probe):
         self._detail(draft, graded, whole, norms)
 
     def before_optimizer(self, draft: Draft, optimizer: torch.optim.Optimizer) -> None:
-        rate = optimizer.param_groups[0]["lr"]
-        if self._leader and "lr" not in draft.values and "lr" not in draft.promised:
+        rate = optimizer.param_groups[0].get("lr")  # not every optimizer has one
+        if self._leader and rate is not None and "lr" not in draft.values and "lr" not in draft.promised:
             if isinstance(rate, Tensor):
                 draft.promised["lr"] = draft.scalars.put(rate)
             else:

@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -287,7 +288,12 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._failed:  # raised between steps
+            self._failed = True
+            self.event(**exception_event(error))
         self.close()
 
     # What a step calls

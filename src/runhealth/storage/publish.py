@@ -30,10 +30,10 @@ from runhealth.storage.tail import RunTail
 
 _CHUNK_BYTES = 16 * 1024 * 1024  # of rank logs in one transaction
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
-    "memory_limit": "512MB",
-    "threads": "2",
-    "autoinstall_known_extensions": "false",
-}
+    "memory_limit": "512MB", "threads": 2, "autoinstall_known_extensions": False,
+    "default_block_size": "65536",  # a column takes at least one block: small runs stay small
+    "storage_compatibility_version": "v1.2.0",  # files of DuckDB 2 are unreadable for 1.x unless asked for
+}  # fmt: skip
 # Trouble of the machine, not of the database: building it anew would not help.
 _ENVIRONMENT = re.compile(
     r"no space left|permission denied|read-only|file too large|could not set lock|quota|cannot open file", re.IGNORECASE
@@ -144,7 +144,7 @@ class Publisher:
             return 0, False
         claims = read_claims(str(self._run))
         records: list[Record] = self._tail.read(_CHUNK_BYTES) if self._tail else []
-        if self._tail and not records and claims == self._claims and self._up_to_date():
+        if self._tail and not records and not self._tail.more and claims == self._claims and self._up_to_date():
             return 0, False
         connection = duckdb.connect(str(self._private), config=_CONFIG)
         try:
@@ -171,7 +171,8 @@ class Publisher:
         taken = 0
         known = connection.execute("SELECT count(*) FROM attempts").fetchone()
         first = claims != self._claims or known != (len(claims),)
-        while records or first:
+        pending = first or bool(records) or self._tail.more
+        while pending:
             connection.execute("BEGIN")
             if records:
                 sink.write(records)
@@ -187,7 +188,8 @@ class Publisher:
             connection.execute("COMMIT")
             self._committed = dict(progress)
             taken, first = taken + len(records), False
-            records = self._tail.read(_CHUNK_BYTES) if self._tail.more else []
+            pending = self._tail.more
+            records = self._tail.read(_CHUNK_BYTES) if pending else []
         return taken
 
     def _seed(self) -> bool:

@@ -115,7 +115,8 @@ class RankLog:
                 raise StoreError(f"the last seconds before this step may not be on disk: {err}") from err
             if self._fd < 0 or self._size >= self._segment_bytes:
                 self._rotate()
-            self._write(b"".join(frames) if len(frames := self._encoder.encode(records)) != 1 else frames[0], frames)
+            frames = self._encoder.encode(records)
+            self._write(b"".join(frames), frames)
             self._dirty = True
             if self._fsync == "step":
                 self._flush(self._fd)

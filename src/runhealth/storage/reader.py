@@ -46,7 +46,7 @@ class RunReader:
         """What is new since the last poll; the first returns all. Ordered like `records()` within one call.
 
         Costs a few file stats when nothing is new. At most about 16 MB of rank logs a call, so call it again at once
-        while it returns something.
+        while it returns something. A packed or remote run does not grow: later polls of it are empty.
         """
         with self._lock:
             if not self._polled:

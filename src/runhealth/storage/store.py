@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -213,11 +213,7 @@ def _bundled_runs() -> list[RunInfo]:
     if not isinstance(folder, Path) or not folder.is_dir():
         return []
     found = (_read_run(place_of(str(entry))) for entry in sorted(folder.iterdir()) if entry.is_dir())
-    return [
-        RunInfo(name=run.name, path=run.path, created_ns=run.created_ns, config=run.config, bundled=True)
-        for run in found
-        if run is not None
-    ]
+    return [replace(run, bundled=True) for run in found if run is not None]
 
 
 def _last_activity_ns(run: RunInfo) -> int:

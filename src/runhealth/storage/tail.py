@@ -37,7 +37,7 @@ class SegmentTail:
         self.path = path
         self.name = name
         self.offset = offset  # the byte after the last frame that was taken in
-        self.frames = 0
+        self.at_end = True  # False: the last read() stopped at its limit
         self.pending_bytes = 0  # bytes after `offset` that are not a whole frame yet
         self.problem = ""  # why reading stopped, if it was not merely the end
         self.decoder = Decoder()
@@ -64,13 +64,12 @@ class SegmentTail:
 
     def read(self, max_bytes: int | None = None) -> list[Record]:
         """Records of the whole frames that arrived since the last call. Raises nothing for damage: see `problem`."""
-        was_ended = self.decoder.ended
-        if was_ended:
+        if self.ended:
             return []
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = file.read(-1 if max_bytes is None else max_bytes)
-            at_end = not file.read(1)
+            self.at_end = not file.read(1)
         records: list[Record] = []
         position = 0
         self.problem = ""
@@ -81,10 +80,9 @@ class SegmentTail:
             while (frame := decode_frame(data, position)) is not None:
                 records.extend(self.decoder.decode(frame))
                 position = frame.end
-                self.frames += 1
                 if self.decoder.ended:
                     break
-            if position == 0 and not at_end:  # one frame longer than max_bytes
+            if position == 0 and not self.at_end:  # one frame longer than max_bytes
                 return self.read(None)
         except CorruptDataError as err:
             self.problem = str(err)

@@ -162,7 +162,7 @@ class View:
         try:
             self._execute_attach(file)
         except duckdb.IOException as err:
-            if "lock" not in str(err):
+            if "Could not set lock" not in str(err):
                 raise
             copy = self._scratch / "run.duckdb"  # somebody has the file open for writing; a copy is not locked
             shutil.copyfile(file, copy)

@@ -66,13 +66,13 @@ class Trainer:
         )
         self.monitor.watch_ddp(self.ddp)
         self._stop_wanted = False
+        self._announced = False
         self._progress_at_s = 0.0
 
     def run(self) -> None:
         """Train up to `stop_step`, or until SIGTERM; every exception is on record before it leaves."""
         signal.signal(signal.SIGTERM, self._on_terminate)
         try:
-            self._announce()
             stop_at = self.spec.stop_step
             while self.step < stop_at:
                 if self._stop_wanted:
@@ -89,6 +89,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> None:
         with self.monitor.step(step) as record:
+            self._announce()
             for fault in self.faults:
                 self._label_if_due(fault, step)
                 fault.before_step(step, self.model)
@@ -211,9 +212,11 @@ class Trainer:
             self.clip_threshold = repair.value
 
     def _announce(self) -> None:
+        """Write where this attempt begins: within its first step, so that the events carry that step's number."""
         spec = self.spec
-        if self.rank != 0:
+        if self.rank != 0 or self._announced:
             return
+        self._announced = True
         if spec.checkpoint:
             self.monitor.event(EventKind.RESUME, f"from {spec.checkpoint}", {"step": self.step})
             self.monitor.checkpoint(self.step, spec.checkpoint, CheckpointStatus.LOADED)

@@ -89,6 +89,11 @@ def test_llmc_console(read):
     assert got.series("eval_loss") == [(0, 11.01)]
 
 
+def test_bars_with_other_names(read):
+    got = read("step 100/2000 | train_loss 3.5 | tok/s 9\nstep 200/2000 | train_loss: 3.25 | tok/s: 9\n")
+    assert got.series("loss") == [(100, 3.5), (200, 3.25)]
+
+
 def test_nanogpt_console(read):
     got = read(
         "number of parameters: 10.65M\nstep 0: train loss 4.2, val loss 4.3\n"

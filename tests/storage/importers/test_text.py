@@ -25,6 +25,7 @@ def test_bars_overflow_lines_and_bare_times(read):
         "[INFO] iter={step} loss={loss} grad_norm=1.25 lr=0.001\n",
         "steps: {step} loss: {loss} grad norm: 1.25 lr: [0.001] iter time (s): 0.5\n",
         "| epoch 001:  {step} / 100 loss={loss}, num_updates={step}, lr=0.001, gnorm=1.25, loss_scale=128\n",
+        "step {step} loss {loss} lr 0.001 grad_norm 1.25\n",
         "Iteration [{step}/100]; Loss: {loss}; lr: 0.001; Grad_Norm: 1.25\n",
     ],
 )

@@ -25,7 +25,7 @@ STRIP_GROWTH = 0.03  # the overview strip is redrawn when the run has grown by t
 
 def page() -> None:
     """The whole page. Everything below the controls redraws itself."""
-    sections.tighten()
+    sections.page_style()
     colours = palette(st.context.theme.type)
     store = os.environ.get(STORE_ENV) or None
     try:

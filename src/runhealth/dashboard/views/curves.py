@@ -233,8 +233,11 @@ def _marks(
 
 
 def _end(finding: Finding, last_steps: Mapping[int, int]) -> int:
-    """Where a finding's band ends. An incident that is not over lasts as long as its attempt; a fact is a moment."""
-    if finding.end_step is not None:
+    """Where a finding's band ends. An incident that is not over lasts as long as its attempt. A fact is a moment, and
+    so is the first of several events that came and went: between them there is nothing to mark."""
+    if finding.count > 1 and not is_open(finding):
+        end = finding.onset_step
+    elif finding.end_step is not None:
         end = finding.end_step
     else:
         end = last_steps.get(finding.attempt, finding.onset_step) if is_open(finding) else finding.onset_step

@@ -58,7 +58,7 @@ def _plan(finding: Finding) -> str:
     if plan is None:
         return ""
     skip = "".join(f", skip samples {s.first_sample:,}–{s.last_sample:,} of {escape(s.shard)}" for s in plan.skip[:4])
-    repair = "".join(f", {escape(r.kind.replace('_', ' '))} {escape(r.target)}" for r in plan.repairs[:4])
+    repair = "".join(f", {escape(r.kind.replace('_', ' '))} {escape(r.target)}".rstrip() for r in plan.repairs[:4])
     took = "" if plan.cost.seconds is None else f", about {duration(plan.cost.seconds)}"
     return (
         f"<br>Plan: back to checkpoint <b>{plan.checkpoint_step:,}</b>{skip}{repair}; "

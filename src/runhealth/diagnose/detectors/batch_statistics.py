@@ -39,10 +39,17 @@ class BatchStatistics(Detector):
         )
         return [
             Alarm(
-                detector=self.name, kind=CHANNEL, signal=signal, attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=abs(deviation.z) if deviation else math.inf,
-                value=deviation.value if deviation else math.nan, baseline=deviation.baseline if deviation else math.nan,
-                ranks=tuple(sorted({o.batch.rank for o in strong})), message=f"shard {first.batch.shard}: {what}",
+                detector=self.name,
+                kind=CHANNEL,
+                signal=signal,
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=abs(deviation.z) if deviation else math.inf,
+                value=deviation.value if deviation else math.nan,
+                baseline=deviation.baseline if deviation else math.nan,
+                ranks=tuple(sorted({o.batch.rank for o in strong})),
+                message=f"shard {first.batch.shard}: {what}",
             )
         ]
 

@@ -1,7 +1,8 @@
 """The clip threshold is exceeded far more than the run's own habit: over 5 x the threshold and over 3 x the 95th
 percentile of what the run is used to, in at least 3 of the last 5 frames.
 
-A run that always clips a little is in order, so the norm is measured against both.
+A run that always clips a little is in order, so the norm is measured against both. One alarm an episode: the next one
+needs 64 frames without a breach before it.
 """
 
 import math
@@ -27,7 +28,8 @@ class ClipBreach(Detector):
     def __init__(self) -> None:
         self._ratio = Baseline(256, least=32)
         self._recent: deque[tuple[int, float]] = deque(maxlen=OF_FRAMES)
-        self._since = REARM_FRAMES
+        self._since = REARM_FRAMES  # frames since the last breach
+        self._told = False
 
     def update(self, frame: Frame) -> list[Alarm]:
         norm, threshold = frame.get("grad_norm"), frame.get("clip_threshold")
@@ -42,13 +44,23 @@ class ClipBreach(Detector):
             self._ratio.push(ratio)
             return []
         breaches = [(step, r) for step, r in self._recent if r > 0]
-        if len(breaches) < IN_FRAMES or self._since < REARM_FRAMES:
-            return []
+        if self._told:
+            self._told = self._since < REARM_FRAMES
         self._since = 0
+        if len(breaches) < IN_FRAMES or self._told:
+            return []
+        self._told = True
         return [
             Alarm(
-                detector=self.name, kind="clip_breach", signal="grad_norm", attempt=frame.attempt, step=frame.step,
-                onset_step=breaches[0][0], score=ratio / OVER_THRESHOLD, value=float(norm), baseline=float(threshold),
+                detector=self.name,
+                kind="clip_breach",
+                signal="grad_norm",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=breaches[0][0],
+                score=ratio / OVER_THRESHOLD,
+                value=float(norm),
+                baseline=float(threshold),
                 message=f"gradient norm {ratio:.0f} x the clip threshold {threshold:g} in {len(breaches)} of "
                 f"{len(self._recent)} steps; the run is used to {habit:.2g} x",
             )

@@ -1,7 +1,8 @@
 """Low-precision overflow that the run is not used to, and the tensors it happens in.
 
-Overflow counts leave a quiet habit (at least 16 elements and 8 x the 98th percentile so far), or the amax is over 1.3 x the
-98th percentile of amax/believed amax in 2 of 3 frames. The first 64 frames calibrate and raise nothing.
+Overflow counts leave a quiet habit (at least 16 elements and 8 x the 98th percentile so far), or the amax is over
+1.3 x the 98th percentile of amax/believed amax in 2 of 3 frames. The first 64 frames calibrate and raise nothing. One
+alarm an episode: the next one needs 64 quiet frames before it.
 """
 
 from collections import deque
@@ -52,20 +53,36 @@ class FpOverflow(Detector):
                 signal, value, habit = "amax_ratio", float(amax), amax_habit
             elif not high:
                 self._amax.push(float(amax))
-        if not signal or self._seen <= CALIBRATION_FRAMES or self._since < REARM_FRAMES:
-            if signal == "overflow_count" and self._seen <= CALIBRATION_FRAMES:
+        if not signal:
+            return []
+        if self._seen <= CALIBRATION_FRAMES:
+            if signal == "overflow_count":
                 self._count.push(value)
             return []
+        armed = self._since >= REARM_FRAMES
         self._since = 0
+        if not armed:
+            return []
         layers = overflowing_layers(frame)
-        ranks = tuple(r for r, v in frame.per_rank(signal).items() if v >= 0.5 * value) if signal == "amax_ratio" else (
-            tuple(r for r, v in frame.per_rank(signal).items() if v > 0))
+        ranks = (
+            tuple(r for r, v in frame.per_rank(signal).items() if v >= 0.5 * value)
+            if signal == "amax_ratio"
+            else (tuple(r for r, v in frame.per_rank(signal).items() if v > 0))
+        )
         where = f" in {', '.join(layers[:3])}" if layers else ""
         return [
             Alarm(
-                detector=self.name, kind="fp_overflow", signal=signal, attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=value / max(habit, 1.0), value=value, baseline=habit,
-                ranks=ranks if len(ranks) < len(frame.ranks) else (), layers=layers,
+                detector=self.name,
+                kind="fp_overflow",
+                signal=signal,
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=value / max(habit, 1.0),
+                value=value,
+                baseline=habit,
+                ranks=ranks if len(ranks) < len(frame.ranks) else (),
+                layers=layers,
                 message=f"{signal} {value:g} against {habit:g}{where}",
             )
         ]

@@ -54,9 +54,17 @@ class GradientSpike(Detector):
         baseline = math.exp(center)
         return [
             Alarm(
-                detector=self.name, kind="gradient_spike", signal="grad_norm", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=excess / self._norm.sigma, value=float(norm), baseline=baseline,
-                ranks=_leading_ranks(frame), message=f"gradient norm {norm:.3g} against {baseline:.3g}",
+                detector=self.name,
+                kind="gradient_spike",
+                signal="grad_norm",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=excess / self._norm.sigma,
+                value=float(norm),
+                baseline=baseline,
+                ranks=_leading_ranks(frame),
+                message=f"gradient norm {norm:.3g} against {baseline:.3g}",
             )
         ]
 

@@ -6,6 +6,7 @@ robust sigma of the points at the best level, around their own course. The onset
 after the last one that was still near the best level.
 """
 
+import itertools
 import math
 from collections import deque
 from typing import ClassVar
@@ -57,7 +58,7 @@ class _Level:
 
 def _noise(values: list[float]) -> float:
     """Sigma of the points around their own course: from first differences, so that a trend adds nothing."""
-    steps = sorted(b - a for a, b in zip(values, values[1:], strict=False))
+    steps = sorted(b - a for a, b in itertools.pairwise(values))
     return mad_sigma(steps, median(steps)) / math.sqrt(2)
 
 
@@ -100,22 +101,30 @@ class LossDivergence(Detector):
         onset = self._onset(level)
         return [
             Alarm(
-                detector=self.name, kind="loss_divergence", signal="loss", attempt=frame.attempt, step=frame.step,
-                onset_step=onset, score=level.excess / level.sigma, value=loss, baseline=math.exp(level.best),
-                message=f"loss climbed from {math.exp(level.best):.4g} to {math.exp(level.now):.4g} since step {onset:,}",
+                detector=self.name,
+                kind="loss_divergence",
+                signal="loss",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=onset,
+                score=level.excess / level.sigma,
+                value=loss,
+                baseline=math.exp(level.best),
+                message=f"loss climbed from {math.exp(level.best):.4g} to {math.exp(level.now):.4g} "
+                f"since step {onset:,}",
             )
         ]
 
     def _climbing(self) -> _Level | None:
         fast, slow, blocks = self._fast, self._slow, self._blocks
         if fast.excess >= FAST_EFFECT and fast.excess >= Z_ALARM * fast.sigma and len(blocks) > RISING_BLOCKS:
-            rising = all(later - earlier >= RISE for earlier, later in zip(blocks, list(blocks)[1:], strict=False))
+            rising = all(later - earlier >= RISE for earlier, later in itertools.pairwise(blocks))
             if rising:
                 return fast
         before = self._slow_before
-        if len(before) == before.maxlen and slow.excess >= SLOW_EFFECT and slow.excess >= Z_ALARM * slow.sigma:
-            if slow.now >= before[0] + RISE:
-                return slow
+        high = slow.excess >= SLOW_EFFECT and slow.excess >= Z_ALARM * slow.sigma
+        if high and len(before) == before.maxlen and slow.now >= before[0] + RISE:
+            return slow
         return None
 
     def _onset(self, level: _Level) -> int:

@@ -1,7 +1,7 @@
 """Repeated halving of the loss scale without regrowth, outside the start-up calibration.
 
-At least 2^5 under where it was, by at least 4 decreases of which each follows the one before within 10 frames. A lone halving is
-normal; so is the start of a run, when the scale is still looking for its level.
+At least 2^5 under where it was, by at least 4 decreases of which each follows the one before within 10 frames. A lone
+halving is normal; so is the start of a run, when the scale is still looking for its level.
 """
 
 import math
@@ -58,8 +58,14 @@ class LossScaleCollapse(Detector):
         self._alarmed = True
         return [
             Alarm(
-                detector=self.name, kind="loss_scale_collapse", signal="loss_scale", attempt=frame.attempt,
-                step=frame.step, onset_step=self._falls[0][1], score=doublings, value=float(scale),
+                detector=self.name,
+                kind="loss_scale_collapse",
+                signal="loss_scale",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=self._falls[0][1],
+                score=doublings,
+                value=float(scale),
                 baseline=self._falls[0][2],
                 message=f"loss scale fell from {self._falls[0][2]:g} to {scale:g} in {len(self._falls)} decreases",
             )

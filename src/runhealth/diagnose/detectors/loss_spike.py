@@ -1,9 +1,9 @@
 """The loss leaves its trend upward: trailing robust z on log-loss.
 
-Centre = median of the last 128 points plus the split-median slope carried forward, at least the median of the last 16; scale = 1.4826·MAD, at least 0.01.
-Alarm at z >= 5 with an effect of at least +10 %. Flagged points enter the baseline winsorised at 3 sigma, so a spike
-never hides the next one; non-finite points never enter it. One-sided: a falling loss is no spike. Losses that can be
-zero or negative are judged on a linear scale, with a floor of 1 % of their own spread.
+Centre = median of the last 128 points plus the split-median slope carried forward, at least the median of the last 16;
+scale = 1.4826·MAD (without the slope, if that is less), at least 0.01. Alarm at z >= 5 with an effect of at least +10 %. Flagged points enter the baseline
+winsorised at 3 sigma, so a spike never hides the next one; non-finite points never enter it. One-sided: a falling loss
+is no spike. Losses that can be zero or negative are judged on a linear scale, with a floor of 1 % of their own spread.
 """
 
 import math
@@ -98,8 +98,16 @@ class LossSpike(Detector):
         ranks = _outlying_ranks(frame, baseline)
         return [
             Alarm(
-                detector=self.name, kind="loss_spike", signal="loss", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=z, value=loss, baseline=baseline, ranks=ranks,
+                detector=self.name,
+                kind="loss_spike",
+                signal="loss",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=z,
+                value=loss,
+                baseline=baseline,
+                ranks=ranks,
                 message=f"loss {loss:.4g} against {baseline:.4g}, {z:.1f} robust sigma",
             )
         ]
@@ -122,9 +130,19 @@ class LossSpike(Detector):
 
     def _scale(self) -> float:
         if self._sigma_age >= SCALE_EVERY or len(self._all) < LEAST:
-            self._sigma = mad_sigma(self._all.ordered, self._all.median())
+            self._sigma = self._spread()
             self._sigma_age = 0
         return max(self._sigma, self._floor())
+
+    def _spread(self) -> float:
+        """1.4826·MAD of the points, or of what is left of them when the slope is taken out, if that is less: on a
+        steep stretch of the curve the trend is no noise."""
+        plain = mad_sigma(self._all.ordered, self._all.median())
+        if len(self._old) < REARM_POINTS // 4:
+            return plain
+        slope = (self._new.median() - self._old.median()) / (len(self._all) / 2)
+        level = sorted(v - slope * i for i, v in enumerate(self._all.values))
+        return min(plain, mad_sigma(level, median(level)))
 
     def _floor(self) -> float:
         if self._log:

@@ -34,8 +34,15 @@ class LrStep(Detector):
             if material and (factor > FACTOR or factor < 1 / FACTOR):
                 alarms.append(
                     Alarm(
-                        detector=self.name, kind=CHANNEL, signal="lr", attempt=frame.attempt, step=frame.step,
-                        onset_step=frame.step, score=abs(math.log(factor)), value=float(lr), baseline=expected,
+                        detector=self.name,
+                        kind=CHANNEL,
+                        signal="lr",
+                        attempt=frame.attempt,
+                        step=frame.step,
+                        onset_step=frame.step,
+                        score=abs(math.log(factor)),
+                        value=float(lr),
+                        baseline=expected,
                         message=f"learning rate {lr:.3g} against {expected:.3g} of its recent course",
                     )
                 )

@@ -45,20 +45,27 @@ class MaskedNonFinite(Detector):
                 alarms += self._once(frame, "non_finite", "the loss is missing from a row that always held it")
                 if bad_norm:
                     alarms += self._once(
-                        frame, "masked_non_finite",
+                        frame,
+                        "masked_non_finite",
                         "the log leaves the loss out while the gradient norm is not finite",
                     )
             return alarms
         if bad_norm and math.isfinite(loss):
             if loss == 0.0:
-                alarms += self._once(frame, "masked_non_finite",
-                                     "the log shows a loss of exactly 0 while the gradient norm is not finite")
+                alarms += self._once(
+                    frame,
+                    "masked_non_finite",
+                    "the log shows a loss of exactly 0 while the gradient norm is not finite",
+                )
             elif self._losses >= LEAST_ROWS:
                 mean = self._sum / self._losses
                 if abs(loss - mean) <= MEAN_SHARE * abs(mean):
-                    alarms += self._once(frame, "masked_non_finite",
-                                         f"the log shows the mean of all losses before ({mean:.4g}) in place of a "
-                                         "loss that is not finite")
+                    alarms += self._once(
+                        frame,
+                        "masked_non_finite",
+                        f"the log shows the mean of all losses before ({mean:.4g}) in place of a "
+                        "loss that is not finite",
+                    )
         if math.isfinite(loss):
             self._sum += loss
             self._losses += 1
@@ -79,8 +86,16 @@ class MaskedNonFinite(Detector):
             return []
         return [
             Alarm(
-                detector=self.name, kind=kind, signal="loss", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=math.inf, value=math.nan, baseline=math.nan, message=message,
+                detector=self.name,
+                kind=kind,
+                signal="loss",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=math.inf,
+                value=math.nan,
+                baseline=math.nan,
+                message=message,
             )
         ]
 

@@ -32,8 +32,15 @@ class NoSignal(Detector):
         self._over = True
         return [
             Alarm(
-                detector=self.name, kind="no_training_signal", signal="loss", attempt=frame.attempt, step=frame.step,
-                onset_step=self._first, score=1.0, value=0.0, baseline=0.0,
+                detector=self.name,
+                kind="no_training_signal",
+                signal="loss",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=self._first,
+                score=1.0,
+                value=0.0,
+                baseline=0.0,
                 message="loss and gradient norm are exactly 0 since the first step: nothing is being trained",
             )
         ]

@@ -44,12 +44,21 @@ class NonFinite(Detector):
             self._quiet[signal] = 0
             if fresh:
                 count = len(bad)
-                who = f"rank {bad[0]}" if count == 1 and len(frame.ranks) > 1 else f"{count} of {len(frame.ranks)} ranks"
+                who = (
+                    f"rank {bad[0]}" if count == 1 and len(frame.ranks) > 1 else f"{count} of {len(frame.ranks)} ranks"
+                )
                 alarms.append(
                     Alarm(
-                        detector=self.name, kind="non_finite", signal=signal, attempt=frame.attempt, step=frame.step,
-                        onset_step=frame.step, score=math.inf, value=float(frame.ranks[bad[0]].get(signal, math.nan)),
-                        baseline=math.nan, ranks=tuple(bad) if len(bad) < len(frame.ranks) else (),
+                        detector=self.name,
+                        kind="non_finite",
+                        signal=signal,
+                        attempt=frame.attempt,
+                        step=frame.step,
+                        onset_step=frame.step,
+                        score=math.inf,
+                        value=float(frame.ranks[bad[0]].get(signal, math.nan)),
+                        baseline=math.nan,
+                        ranks=tuple(bad) if len(bad) < len(frame.ranks) else (),
                         message=f"{signal} is not finite on {who}",
                     )
                 )

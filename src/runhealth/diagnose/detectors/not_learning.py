@@ -52,8 +52,16 @@ class NotLearning(Detector):
             return []
         return [
             Alarm(
-                detector=self.name, kind="not_learning", signal="loss", attempt=self._first[0], step=self._last[1],
-                onset_step=self._first[1], score=1.0, value=end, baseline=start, end_step=self._last[1],
+                detector=self.name,
+                kind="not_learning",
+                signal="loss",
+                attempt=self._first[0],
+                step=self._last[1],
+                onset_step=self._first[1],
+                score=1.0,
+                value=end,
+                baseline=start,
+                end_step=self._last[1],
                 message=f"the loss is {end:.4g} after {self._points} points and was {start:.4g} at the start: nothing "
                 "was learned",
             )

@@ -23,8 +23,15 @@ class Restart(Detector):
         how = f"{again:,} steps are done again" if again > 0 else "no step is done again"
         return [
             Alarm(
-                detector=self.name, kind="restart", signal="step", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=1.0, value=float(frame.step), baseline=float(last[1]),
+                detector=self.name,
+                kind="restart",
+                signal="step",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=1.0,
+                value=float(frame.step),
+                baseline=float(last[1]),
                 message=f"attempt {frame.attempt} starts at step {frame.step:,}; attempt {last[0]} had come to step "
                 f"{last[1]:,}, {how}",
             )

@@ -70,16 +70,32 @@ class ResumeState(Detector):
         factor = lr / expected
         if 1 / LR_FACTOR < factor < LR_FACTOR:
             return []
-        return [self._alarm(frame, "lr_discontinuity", "lr", lr, expected,
-                            f"the learning rate resumes at {lr:.3g} where its schedule had led to {expected:.3g}: the "
-                            "schedule was not restored")]
+        return [
+            self._alarm(
+                frame,
+                "lr_discontinuity",
+                "lr",
+                lr,
+                expected,
+                f"the learning rate resumes at {lr:.3g} where its schedule had led to {expected:.3g}: the "
+                "schedule was not restored",
+            )
+        ]
 
     def _scale(self, frame: Frame, points: list[Point], scale: float) -> list[Alarm]:
         before = points[-1][1]
         if before <= 0 or scale <= 0 or abs(math.log2(scale / before)) < SCALE_DOUBLINGS:
             return []
-        return [self._alarm(frame, "loss_scale_reset", "loss_scale", scale, before,
-                            f"the loss scale resumes at {scale:g} and had been {before:g}: the scaler was not restored")]
+        return [
+            self._alarm(
+                frame,
+                "loss_scale_reset",
+                "loss_scale",
+                scale,
+                before,
+                f"the loss scale resumes at {scale:g} and had been {before:g}: the scaler was not restored",
+            )
+        ]
 
     def _data(self, frame: Frame, points: list[Point], position: float) -> list[Alarm]:
         (s0, v0), (s1, v1) = points[-min(64, len(points))], points[-1]
@@ -92,7 +108,11 @@ class ResumeState(Detector):
         restarted = position <= DATA_STEPS * a_step
         return [
             self._alarm(
-                frame, "data_restarted" if restarted else "data_repeated", "consumed_samples", position, expected,
+                frame,
+                "data_restarted" if restarted else "data_repeated",
+                "consumed_samples",
+                position,
+                expected,
                 f"the data {'start again from the beginning' if restarted else 'go back'}: position {position:,.0f} at "
                 f"the resume, {expected:,.0f} expected; samples seen before come again and the loss is too low",
             )
@@ -100,8 +120,16 @@ class ResumeState(Detector):
 
     def _alarm(self, frame: Frame, kind: str, signal: str, value: float, baseline: float, message: str) -> Alarm:
         return Alarm(
-            detector=self.name, kind=kind, signal=signal, attempt=frame.attempt, step=frame.step,
-            onset_step=frame.step, score=1.0, value=value, baseline=baseline, message=message,
+            detector=self.name,
+            kind=kind,
+            signal=signal,
+            attempt=frame.attempt,
+            step=frame.step,
+            onset_step=frame.step,
+            score=1.0,
+            value=value,
+            baseline=baseline,
+            message=message,
         )
 
 

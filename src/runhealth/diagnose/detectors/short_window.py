@@ -34,8 +34,11 @@ class ShortWindow(Detector):
             usual_loss = median(sorted(v for v, _ in recent))
             usual_norm = median(sorted(v for _, v in recent))
             for fraction in FRACTIONS:
-                if usual_loss > 0 and usual_norm > 0 and _near(loss / usual_loss, fraction) and _near(
-                    norm / usual_norm, fraction, 2 * TOLERANCE
+                if (
+                    usual_loss > 0
+                    and usual_norm > 0
+                    and _near(loss / usual_loss, fraction)
+                    and _near(norm / usual_norm, fraction, 2 * TOLERANCE)
                 ):
                     steps = self._seen.setdefault(fraction, [])
                     steps.append(frame.step)
@@ -48,8 +51,15 @@ class ShortWindow(Detector):
 
     def _alarm(self, frame: Frame, fraction: float, onset: int, loss: float, usual: float) -> Alarm:
         return Alarm(
-            detector=self.name, kind="short_accumulation_window", signal="loss", attempt=frame.attempt,
-            step=frame.step, onset_step=onset, score=1.0, value=loss, baseline=usual,
+            detector=self.name,
+            kind="short_accumulation_window",
+            signal="loss",
+            attempt=frame.attempt,
+            step=frame.step,
+            onset_step=onset,
+            score=1.0,
+            value=loss,
+            baseline=usual,
             message=f"loss and gradient norm are {fraction:.2g} of their neighbours on the last step of each epoch: a "
             "short accumulation window, not a fault of the model",
         )

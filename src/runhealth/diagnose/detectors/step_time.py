@@ -4,6 +4,7 @@ The time of a step is that of its slowest rank. The first 32 frames of an attemp
 count for periods.
 """
 
+import itertools
 import math
 from collections import deque
 from typing import ClassVar
@@ -19,6 +20,7 @@ STALL = 2.5  # x the median, if it recurs
 STALLS = 4
 SLOWER = 1.5
 SLOWER_FRAMES = 8
+SLOWER_S = 5.0  # a hiccup of the host is over sooner
 MUCH_SLOWER = 2.0  # under this, a schedule (longer sequences, wider attention) is as likely as a fault
 COSTLY_SHARE = 0.05  # of all time
 
@@ -31,6 +33,7 @@ class StepTime(Detector):
         self._time = Baseline(128, least=8, floor_share=0.02)
         self._stalls: deque[tuple[int, float, int | None]] = deque(maxlen=STALLS + 1)
         self._slower: list[int] = []
+        self._slower_s = 0.0
         self._frames = 0
         self._period: float | None = None
 
@@ -47,6 +50,7 @@ class StepTime(Detector):
         if ratio < SLOWER:
             self._time.push(float(seconds))
             self._slower.clear()
+            self._slower_s = 0.0
             return []
         alarms = self._sustained(frame, float(seconds), usual)
         if ratio >= STALL:
@@ -55,18 +59,27 @@ class StepTime(Detector):
 
     def _sustained(self, frame: Frame, seconds: float, usual: float) -> list[Alarm]:
         self._slower.append(frame.step)
-        if len(self._slower) < SLOWER_FRAMES:
+        self._slower_s += seconds
+        if len(self._slower) < SLOWER_FRAMES or self._slower_s < SLOWER_S:
             return []
         onset = self._slower[0]
         self._slower.clear()
+        self._slower_s = 0.0
         warm = self._frames > WARM_FRAMES or onset > WARM_FRAMES
         self._time = Baseline(128, least=8, floor_share=0.02)  # the new pace is the habit from here on
         if not warm:
             return []
         return [
             Alarm(
-                detector=self.name, kind="sustained_slowdown", signal="t_step_s", attempt=frame.attempt,
-                step=frame.step, onset_step=onset, score=seconds / usual, value=seconds, baseline=usual,
+                detector=self.name,
+                kind="sustained_slowdown",
+                signal="t_step_s",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=onset,
+                score=seconds / usual,
+                value=seconds,
+                baseline=usual,
                 message=f"steps take {seconds:.3g} s since step {onset:,} and took {usual:.3g} s before "
                 f"({seconds / usual:.1f} x)",
                 severity=Severity.WARNING if seconds >= MUCH_SLOWER * usual else Severity.INFO,
@@ -76,10 +89,10 @@ class StepTime(Detector):
     def _stall(self, frame: Frame, seconds: float, usual: float) -> list[Alarm]:
         self._stalls.append((frame.step, seconds, _culprit(frame)))
         steps = [step for step, _, _ in self._stalls]
-        if self._period is not None and len(steps) >= 2:
-            if abs(steps[-1] - steps[-2] - self._period) <= max(1.0, 0.05 * self._period):
-                return []  # the known period goes on
-        gaps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+        period = self._period
+        if period is not None and len(steps) >= 2 and abs(steps[-1] - steps[-2] - period) <= max(1.0, 0.05 * period):
+            return []  # the known period goes on
+        gaps = [b - a for a, b in itertools.pairwise(steps)]
         if len(gaps) >= STALLS - 1 and max(gaps) - min(gaps) <= max(1.0, 0.05 * median(gaps)) and min(gaps) >= 2:
             self._period = median(gaps)
             return [self._periodic(frame, steps[0], usual)]
@@ -87,8 +100,16 @@ class StepTime(Detector):
             return []
         return [
             Alarm(
-                detector=self.name, kind="slow_step", signal="t_step_s", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=seconds / usual, value=seconds, baseline=usual, severity=Severity.INFO,
+                detector=self.name,
+                kind="slow_step",
+                signal="t_step_s",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=seconds / usual,
+                value=seconds,
+                baseline=usual,
+                severity=Severity.INFO,
                 message=f"step {frame.step:,} took {seconds:.3g} s, its neighbours {usual:.3g} s",
             )
         ]
@@ -104,8 +125,15 @@ class StepTime(Detector):
         elif ranks:
             who = f", always on rank {ranks[0]}"
         return Alarm(
-            detector=self.name, kind="periodic_stall", signal="t_step_s", attempt=frame.attempt, step=frame.step,
-            onset_step=onset, score=stall / usual, value=stall, baseline=usual,
+            detector=self.name,
+            kind="periodic_stall",
+            signal="t_step_s",
+            attempt=frame.attempt,
+            step=frame.step,
+            onset_step=onset,
+            score=stall / usual,
+            value=stall,
+            baseline=usual,
             ranks=(ranks[0],) if ranks and len(set(ranks)) == 1 else (),
             severity=Severity.WARNING if share >= COSTLY_SHARE else Severity.INFO,
             message=f"about every {self._period:.0f} steps one takes {stall:.3g} s instead of {usual:.3g} s{who}; it "

@@ -61,8 +61,15 @@ class Straggler(Detector):
         wait = " and it waits least" if waits else ""
         return [
             Alarm(
-                detector=self.name, kind="straggler", signal="t_forward_s", attempt=frame.attempt, step=frame.step,
-                onset_step=self._recent[0][0], score=typical / EXCESS, value=compute[slowest], baseline=others,
+                detector=self.name,
+                kind="straggler",
+                signal="t_forward_s",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=self._recent[0][0],
+                score=typical / EXCESS,
+                value=compute[slowest],
+                baseline=others,
                 ranks=(slowest,),
                 message=f"rank {slowest} computes {typical:.0%} longer than the others since step "
                 f"{self._recent[0][0]:,}{wait}: it holds them up",

@@ -36,8 +36,15 @@ class UpdateRatio(Detector):
         self._since = 0
         return [
             Alarm(
-                detector=self.name, kind=CHANNEL, signal="update_ratio", attempt=frame.attempt, step=frame.step,
-                onset_step=frame.step, score=ratio / center, value=float(ratio), baseline=center,
+                detector=self.name,
+                kind=CHANNEL,
+                signal="update_ratio",
+                attempt=frame.attempt,
+                step=frame.step,
+                onset_step=frame.step,
+                score=ratio / center,
+                value=float(ratio),
+                baseline=center,
                 message=f"update ratio {ratio:.3g}, {ratio / center:.1f} x its median",
             )
         ]

@@ -20,7 +20,8 @@ def render(report: Report) -> str:
         lines += ["| code | severity | step | what |", "|---|---|---|---|"]
         room = MOST_LINES - len(lines) - 2
         lines += [
-            f"| {f.code} | {_WORD[f.severity]} | {f.onset_step:,} | {_md(_short(f.summary, 140))} |" for f in rest[:room]
+            f"| {f.code} | {_WORD[f.severity]} | {f.onset_step:,} | {_md(_short(f.summary, 140))} |"
+            for f in rest[:room]
         ]
         if len(rest) > room:
             lines.append(f"\n{len(rest) - room} more not shown")
@@ -29,8 +30,13 @@ def render(report: Report) -> str:
 
 def _finding(finding: Finding) -> list[str]:
     lines = [
-        f"**{_WORD[finding.severity]} {finding.code} {finding.kind}** "
-        f"onset {finding.onset_step:,}, peak {finding.peak_step:,}", "", _md(_short(finding.summary, 400)), "",
+        (
+            f"**{_WORD[finding.severity]} {finding.code} {finding.kind}** "
+            f"onset {finding.onset_step:,}, peak {finding.peak_step:,}"
+        ),
+        "",
+        _md(_short(finding.summary, 400)),
+        "",
     ]
     curves = finding.details.get("curves")
     if isinstance(curves, dict) and curves.get("loss"):
@@ -41,8 +47,10 @@ def _finding(finding: Finding) -> list[str]:
             lines.append(f"  - {evidence.weight_nats:+.1f} nats: {_md(_short(evidence.claim, 200))}")
     plan = finding.remedy.plan
     if plan is not None:
-        lines.append(f"- plan: checkpoint {plan.checkpoint_step:,}, skip {plan.cost.samples_skipped:,} samples, "
-                     f"{plan.cost.steps:,} steps again")
+        lines.append(
+            f"- plan: checkpoint {plan.checkpoint_step:,}, skip {plan.cost.samples_skipped:,} samples, "
+            f"{plan.cost.steps:,} steps again"
+        )
     return [*lines, ""]
 
 

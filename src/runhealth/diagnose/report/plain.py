@@ -14,8 +14,11 @@ BARS = "▁▂▃▄▅▆▇█"
 TEXT_BARS = "_.-~=+*#"
 NAN_MARK = "!"
 _COLOURS = {"red": "31", "yellow": "33", "cyan": "36", "green": "32", "bold": "1", "dim": "2"}
-_SYMBOLS = {Severity.ERROR: ("✗", "ERROR", "red"), Severity.WARNING: ("!", "WARN", "yellow"),
-            Severity.INFO: ("·", "info", "cyan")}
+_SYMBOLS = {
+    Severity.ERROR: ("✗", "ERROR", "red"),
+    Severity.WARNING: ("!", "WARN", "yellow"),
+    Severity.INFO: ("·", "info", "cyan"),
+}
 
 
 def safe(text: str) -> str:
@@ -23,8 +26,9 @@ def safe(text: str) -> str:
     other invisible format characters are shown as escapes, so that they cannot drive a terminal or fake a line."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if not unicodedata.category(c).startswith("C") and c not in "\u2028\u2029" else _escape(c)
-                   for c in text)
+    return "".join(
+        c if not unicodedata.category(c).startswith("C") and c not in "\u2028\u2029" else _escape(c) for c in text
+    )
 
 
 def _escape(char: str) -> str:

@@ -17,7 +17,9 @@ FULL = 3  # findings shown in full; the others get a line each
 LINES = 12
 INDENT = "            "
 WORDS = {
-    "loss_spike": "loss spike", "loss_divergence": "loss divergence", "non_finite": "non-finite values",
+    "loss_spike": "loss spike",
+    "loss_divergence": "loss divergence",
+    "non_finite": "non-finite values",
 }
 
 
@@ -33,8 +35,12 @@ def render(report: Report, style: Style, *, now_ns: int | None = None) -> str:
     rest = [f for f in shown if f not in full]
     for finding in rest[:LINES]:
         count = f" x{finding.count}" if finding.count > 1 and not finding.summary.startswith(str(finding.count)) else ""
-        lines.append(_clip(f"{style.mark(finding.severity)} {finding.code} {safe(finding.kind)}{count}  "
-                           f"{safe(finding.summary)}", style))
+        lines.append(
+            _clip(
+                f"{style.mark(finding.severity)} {finding.code} {safe(finding.kind)}{count}  {safe(finding.summary)}",
+                style,
+            )
+        )
     if len(rest) > LINES:
         lines.append(f"  and {len(rest) - LINES} more: --format json has all")
     if report.missing:
@@ -43,8 +49,11 @@ def render(report: Report, style: Style, *, now_ns: int | None = None) -> str:
     if report.source.rows_rejected:
         first = report.source.rejected[0] if report.source.rejected else None
         where = f", first at line {first.line}: {safe(first.why)}" if first else ""
-        lines.append(_clip(f"  {report.source.rows_rejected:,} of {report.source.rows_read:,} rows could not be read{where}",
-                           style))
+        lines.append(
+            _clip(
+                f"  {report.source.rows_rejected:,} of {report.source.rows_read:,} rows could not be read{where}", style
+            )
+        )
     if report.late_records:
         lines.append(f"  {report.late_records:,} records came too late to be judged")
     return "\n".join(lines) + "\n"
@@ -84,8 +93,14 @@ def _finding(finding: Finding, report: Report, style: Style) -> list[str]:
     else:
         lines.extend(_row("Fact", safe(finding.summary), style))
     if finding.missing:
-        lines.extend(_row("Missing", "; ".join(
-            f"{m.signal} not recorded (would tell: {m.would_tell})" for m in finding.missing[:3]), style, most=2))
+        lines.extend(
+            _row(
+                "Missing",
+                "; ".join(f"{m.signal} not recorded (would tell: {m.would_tell})" for m in finding.missing[:3]),
+                style,
+                most=2,
+            )
+        )
     healed = finding.details.get("healed_by_attempt")
     if healed is not None:
         lines.extend(_row("Healed", f"attempt {healed} passed these steps without it", style))
@@ -130,7 +145,9 @@ def _next(finding: Finding, report: Report) -> str:
     if plan is not None:
         skip = f", skip {plan.cost.samples_skipped:,} samples" if plan.skip else ""
         repair = f", repair: {', '.join(sorted({r.kind for r in plan.repairs}))}" if plan.repairs else ""
-        lost = f", {age(plan.cost.seconds)} lost" if plan.cost.seconds is not None else f", {plan.cost.steps:,} steps lost"
+        lost = (
+            f", {age(plan.cost.seconds)} lost" if plan.cost.seconds is not None else f", {plan.cost.steps:,} steps lost"
+        )
         return safe(f"diagnose rollback plan --run {name}   (checkpoint {plan.checkpoint_step:,}{skip}{repair}{lost})")
     why = finding.details.get("no_plan")
     action = finding.remedy.action.replace("_", " ")
@@ -180,4 +197,3 @@ def age(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
-

@@ -32,7 +32,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
     lead = next(o for o in at_onset if o.batch.shard == shard)
     yield from _statistics(case, lead, shard, span, ranks)
     yield from _hash(case, of_shard, shard, span, ranks)
-    yield from _elsewhere(case, shard)
+    yield from _elsewhere(case)
     yield from _ranks(case, ranks)
     ratio = case.baseline("update_ratio")
     if ratio.ready:
@@ -40,15 +40,21 @@ def investigate(case: Case) -> Iterator[Evidence]:
         if moved is not None:
             yield Evidence(
                 claim=f"the update ratio was {moved[1] / ratio.center:.1f} x normal before the loss moved",
-                weight_nats=-2.0, steps=(moved[0], moved[0]), value=moved[1], baseline=ratio.center,
+                weight_nats=-2.0,
+                steps=(moved[0], moved[0]),
+                value=moved[1],
+                baseline=ratio.center,
                 query=queries.steps("max", "update_ratio", attempt, moved[0], moved[0]),
             )
         else:
             value = _largest(case, "update_ratio", loss_step - 4, loss_step - 1)
             if value is not None:
                 yield Evidence(
-                    claim="the update ratio was normal until the loss moved", weight_nats=0.7,
-                    steps=(loss_step - 4, loss_step - 1), value=value, baseline=ratio.center,
+                    claim="the update ratio was normal until the loss moved",
+                    weight_nats=0.7,
+                    steps=(loss_step - 4, loss_step - 1),
+                    value=value,
+                    baseline=ratio.center,
                     query=queries.steps("max", "update_ratio", attempt, loss_step - 4, loss_step - 1),
                 )
 
@@ -59,11 +65,16 @@ def _nothing_there(case: Case, first: int, last: int) -> Iterator[Evidence]:
     later = [o for o in case.outliers() if o.batch.step > last]
     if later:
         step = later[0].batch.step
-        yield Evidence(claim=f"unusual batches only came at step {step:,}, after the loss had moved",
-                       weight_nats=-3.0, steps=(step, step), ranks=(later[0].batch.rank,))
+        yield Evidence(
+            claim=f"unusual batches only came at step {step:,}, after the loss had moved",
+            weight_nats=-3.0,
+            steps=(step, step),
+            ranks=(later[0].batch.rank,),
+        )
     elif told:
         yield Evidence(
-            claim=f"the {len(told)} batches read at the onset look like all others", weight_nats=VETO_NATS,
+            claim=f"the {len(told)} batches read at the onset look like all others",
+            weight_nats=VETO_NATS,
             steps=(first, last),
         )
 
@@ -82,7 +93,10 @@ def _statistics(
         claim=f"shard {shard or '(unnamed)'}: {label} {deviation.value:.3g}{unit} (normal {deviation.baseline:.3g}), "
         f"on rank {', '.join(map(str, ranks))}, {steps}",
         weight_nats=3.5 if batch.step <= case.loss_step else 1.5,
-        steps=span, ranks=ranks, value=deviation.value, baseline=deviation.baseline,
+        steps=span,
+        ranks=ranks,
+        value=deviation.value,
+        baseline=deviation.baseline,
         query=queries.batches("max", deviation.signal, batch.attempt, batch.step, batch.rank, batch.micro_batch),
     )
     second = [d for d in lead.deviations if d.signal != deviation.signal and abs(d.z) >= 6]
@@ -90,7 +104,10 @@ def _statistics(
         other = second[0]
         yield Evidence(
             claim=f"so is its {other.signal.replace('_', ' ')}: {other.value:.3g} (normal {other.baseline:.3g})",
-            weight_nats=0.7, steps=(batch.step, batch.step), ranks=(batch.rank,), value=other.value,
+            weight_nats=0.7,
+            steps=(batch.step, batch.step),
+            ranks=(batch.rank,),
+            value=other.value,
             baseline=other.baseline,
             query=queries.batches("max", other.signal, batch.attempt, batch.step, batch.rank, batch.micro_batch),
         )
@@ -106,19 +123,27 @@ def _hash(
         count = sum(1 for o in case.outliers(case.between(first, last)) if o.hash_mismatch)
         yield Evidence(
             claim=f"the bytes of shard {shard} are not those of the data manifest (xxh3 differs)",
-            weight_nats=3.5, steps=(first, last), ranks=ranks, value=float(count), baseline=0.0,
+            weight_nats=3.5,
+            steps=(first, last),
+            ranks=ranks,
+            value=float(count),
+            baseline=0.0,
             query=queries.hash_mismatches(attempt, first, last),
         )
     elif case.has("shard_hash"):
         yield Evidence(
             claim=f"the bytes of shard {shard} are those of the data manifest: damaged before it was written, or "
             "merely unusual",
-            weight_nats=-0.5, steps=span, ranks=ranks, value=0.0, baseline=0.0,
+            weight_nats=-0.5,
+            steps=span,
+            ranks=ranks,
+            value=0.0,
+            baseline=0.0,
             query=queries.hash_mismatches(attempt, *span),
         )
 
 
-def _elsewhere(case: Case, shard: str) -> Iterator[Evidence]:
+def _elsewhere(case: Case) -> Iterator[Evidence]:
     """Outliers as strong that left the loss alone weaken the claim; none before make it no precursor."""
     earlier = case.outliers(case.before)
     batches = sum(len(frame.batches) for frame in case.before)
@@ -127,11 +152,15 @@ def _elsewhere(case: Case, shard: str) -> Iterator[Evidence]:
     if len(earlier) > 0.02 * batches:
         yield Evidence(
             claim=f"{len(earlier)} of {batches} batches before were as unusual and the loss did not move",
-            weight_nats=-2.5, value=float(len(earlier)),
+            weight_nats=-2.5,
+            value=float(len(earlier)),
         )
     elif not earlier:
-        yield Evidence(claim=f"none of the {batches} batches before was unusual, whatever shard it came from",
-                       weight_nats=0.7, value=0.0)
+        yield Evidence(
+            claim=f"none of the {batches} batches before was unusual, whatever shard it came from",
+            weight_nats=0.7,
+            value=0.0,
+        )
 
 
 def _ranks(case: Case, readers: tuple[int, ...]) -> Iterator[Evidence]:
@@ -152,15 +181,20 @@ def _ranks(case: Case, readers: tuple[int, ...]) -> Iterator[Evidence]:
         told = abs(high - habit) > 2 * abs(rest - habit) and high > habit
         yield Evidence(
             claim=f"{label} {'rose on' if told else 'did not single out'} the reading rank"
-            f"{'s' if len(readers) > 1 else ''} {', '.join(map(str, readers))}: {high:.3g} against {rest:.3g} elsewhere",
-            weight_nats=1.5 if told else -1.0, steps=(frame.step, frame.step), ranks=readers,
-            value=high if math.isfinite(high) else None, baseline=rest,
+            f"{'s' if len(readers) > 1 else ''} {', '.join(map(str, readers))}: "
+            f"{high:.3g} against {rest:.3g} elsewhere",
+            weight_nats=1.5 if told else -1.0,
+            steps=(frame.step, frame.step),
+            ranks=readers,
+            value=high if math.isfinite(high) else None,
+            baseline=rest,
             query=queries.steps("max", signal, frame.attempt, frame.step, frame.step, readers),
         )
 
 
 def _main_shard(outliers: list[BatchOutlier]) -> str:
     """The shard with the strongest outlier at the onset."""
+
     def strength(outlier: BatchOutlier) -> float:
         deviation = outlier.largest
         return (100.0 if outlier.hash_mismatch else 0.0) + (abs(deviation.z) if deviation else 0.0)

@@ -26,8 +26,11 @@ def investigate(case: Case) -> Iterator[Evidence]:
     habit.extend(r for f in case.before if (r := _ratio(f.get("grad_norm"), f.get("clip_threshold"))) is not None)
     usual = habit.quantile(0.95) if habit.ready else 0.0
     limit = max(OVER_THRESHOLD, OVER_HABIT * usual)
-    ratios = [(f.step, r) for f in case.between(first, last)
-              if (r := _ratio(f.get("grad_norm"), f.get("clip_threshold"))) is not None]
+    ratios = [
+        (f.step, r)
+        for f in case.between(first, last)
+        if (r := _ratio(f.get("grad_norm"), f.get("clip_threshold"))) is not None
+    ]
     if not ratios:
         return
     breaches = [(step, r) for step, r in ratios if r > limit]
@@ -35,7 +38,10 @@ def investigate(case: Case) -> Iterator[Evidence]:
         worst = max(ratios, key=lambda p: p[1])
         yield Evidence(
             claim=f"up to the onset the norm was at most {worst[1]:.2g} x the threshold (habit {usual:.2g} x)",
-            weight_nats=VETO_NATS, steps=(first, last), value=worst[1], baseline=usual,
+            weight_nats=VETO_NATS,
+            steps=(first, last),
+            value=worst[1],
+            baseline=usual,
             query=queries.over_threshold(attempt, first, last),
         )
         return
@@ -47,7 +53,10 @@ def investigate(case: Case) -> Iterator[Evidence]:
     yield Evidence(
         claim=f"the gradient norm was up to {worst_ratio:.3g} x the clip threshold (habit {usual:.2g} x) in "
         f"{len(breaches)} steps{lead}",
-        weight_nats=weight, steps=(step, last), value=worst_ratio, baseline=usual,
+        weight_nats=weight,
+        steps=(step, last),
+        value=worst_ratio,
+        baseline=usual,
         query=queries.over_threshold(attempt, step, last),
     )
     yield from _alike(case, step, last)
@@ -64,10 +73,14 @@ def _alike(case: Case, first: int, last: int) -> Iterator[Evidence]:
         rest = median(sorted(v for r, v in norms.items() if r != top))
         alone = norms[top] > 2.5 * rest
         yield Evidence(
-            claim=f"rank {top} alone carries the norm: {norms[top]:.3g} against {rest:.3g}" if alone
+            claim=f"rank {top} alone carries the norm: {norms[top]:.3g} against {rest:.3g}"
+            if alone
             else "all ranks carry the norm alike before the reduce",
-            weight_nats=-2.5 if alone else 1.0, steps=(frame.step, frame.step), ranks=(top,) if alone else (),
-            value=norms[top], baseline=rest,
+            weight_nats=-2.5 if alone else 1.0,
+            steps=(frame.step, frame.step),
+            ranks=(top,) if alone else (),
+            value=norms[top],
+            baseline=rest,
             query=queries.steps("max", "grad_norm_rank", frame.attempt, frame.step, frame.step, (top,)),
         )
         return
@@ -78,25 +91,36 @@ def _upstream(case: Case, first: int, last: int) -> Iterator[Evidence]:
     outliers = [o for o in case.outliers() if first - 2 <= o.batch.step <= last]
     if outliers:
         batch = outliers[0].batch
-        yield Evidence(claim=f"an unusual batch of shard {batch.shard} was read at step {batch.step:,}",
-                       weight_nats=-3.0, steps=(batch.step, batch.step), ranks=(batch.rank,))
+        yield Evidence(
+            claim=f"an unusual batch of shard {batch.shard} was read at step {batch.step:,}",
+            weight_nats=-3.0,
+            steps=(batch.step, batch.step),
+            ranks=(batch.rank,),
+        )
     elif any(b.values for b in case.batches(first, last)):
-        yield Evidence(claim="the batches read in these steps look like all others", weight_nats=1.0,
-                       steps=(first, last))
+        yield Evidence(
+            claim="the batches read in these steps look like all others", weight_nats=1.0, steps=(first, last)
+        )
     ratio = case.baseline("update_ratio")
     if ratio.ready:
         moved = case.first("update_ratio", 2.0 * ratio.center, first=first - 8, last=last - 1)
         if moved is not None:
             yield Evidence(
-                claim=f"the update ratio had jumped to {moved[1] / ratio.center:.1f} x normal: the optimizer moved first",
-                weight_nats=-3.0 if moved[0] <= first else -1.0, steps=(moved[0], moved[0]), value=moved[1],
-                baseline=ratio.center, query=queries.steps("max", "update_ratio", attempt, moved[0], moved[0]),
+                claim=f"the update ratio had jumped to {moved[1] / ratio.center:.1f} x normal: it moved first",
+                weight_nats=-3.0 if moved[0] <= first else -1.0,
+                steps=(moved[0], moved[0]),
+                value=moved[1],
+                baseline=ratio.center,
+                query=queries.steps("max", "update_ratio", attempt, moved[0], moved[0]),
             )
     overflow = [f.step for f in case.between(first - 8, last) if (f.total("overflow_count") or 0) >= 16]
     quiet = [f for f in case.before if (f.total("overflow_count") or 0) < 16]
     if overflow and len(quiet) > 0.95 * len(case.before):
-        yield Evidence(claim=f"low-precision overflow since step {overflow[0]:,}", weight_nats=-2.5,
-                       steps=(overflow[0], overflow[-1]))
+        yield Evidence(
+            claim=f"low-precision overflow since step {overflow[0]:,}",
+            weight_nats=-2.5,
+            steps=(overflow[0], overflow[-1]),
+        )
 
 
 def _ratio(norm: float | int | None, threshold: float | int | None) -> float | None:

@@ -26,10 +26,20 @@ def investigate(case: Case) -> Iterator[Evidence]:
     yield from found
     if any(e.weight_nats > 0 for e in found):
         yield from _tensors(case, first, last)
+        read = case.batches(first, last)
+        if any(b.values for b in read) and not case.outliers(case.between(first, last)):
+            yield Evidence(
+                claim=f"the {len(read)} batches read up to then look like all others",
+                weight_nats=0.7,
+                steps=(first, last),
+            )
     elif not any(e.weight_nats < 0 for e in found):
         measured = [s for s in ("overflow_count", "amax_ratio", "loss_scale") if case.has(s)]
-        yield Evidence(claim=f"{', '.join(measured)} stayed within the run's habit up to the onset",
-                       weight_nats=VETO_NATS, steps=(first, last))
+        yield Evidence(
+            claim=f"{', '.join(measured)} stayed within the run's habit up to the onset",
+            weight_nats=VETO_NATS,
+            steps=(first, last),
+        )
 
 
 def _counts(case: Case, first: int, last: int) -> Iterator[Evidence]:
@@ -45,13 +55,17 @@ def _counts(case: Case, first: int, last: int) -> Iterator[Evidence]:
         yield Evidence(
             claim=f"{count:,.0f} elements overflowed at step {step:,} (habit {habit:.0f})"
             + (f", {last - step} steps before the loss moved" if step < last else ", with the loss"),
-            weight_nats=3.5 if step < last else 2.5, steps=(step, last), value=count, baseline=habit,
+            weight_nats=3.5 if step < last else 2.5,
+            steps=(step, last),
+            value=count,
+            baseline=habit,
             query=queries.steps("sum", "overflow_count", attempt, step, step),
         )
     elif after:
         yield Evidence(
             claim=f"elements overflow only from step {after[0]:,} on, after the loss had moved: a consequence",
-            weight_nats=-3.5, steps=(after[0], after[-1]),
+            weight_nats=-3.5,
+            steps=(after[0], after[-1]),
         )
 
 
@@ -66,8 +80,12 @@ def _amax(case: Case, first: int, last: int) -> Iterator[Evidence]:
     if high:
         step, value = high[0]
         yield Evidence(
-            claim=f"amax was {value:.2g} x the one the scale was chosen for at step {step:,} (98 % of steps: under {usual:.2g})",
-            weight_nats=2.5 if len(high) >= 2 or step == last else 1.5, steps=(step, last), value=value, baseline=usual,
+            claim=f"amax was {value:.2g} x the one the scale was chosen for at step {step:,} "
+            f"(98 % of steps: under {usual:.2g})",
+            weight_nats=2.5 if len(high) >= 2 or step == last else 1.5,
+            steps=(step, last),
+            value=value,
+            baseline=usual,
             query=queries.steps("max", "amax_ratio", case.incident.attempt, step, step),
         )
 
@@ -84,7 +102,10 @@ def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
     if doublings >= 3.5:
         yield Evidence(
             claim=f"the loss scale had fallen from {usual.center:g} to {low:g} by step {step:,}, before the loss moved",
-            weight_nats=2.5, steps=(step, last), value=low, baseline=usual.center,
+            weight_nats=2.5,
+            steps=(step, last),
+            value=low,
+            baseline=usual.center,
             query=queries.steps("min", "loss_scale", case.incident.attempt, step, step),
         )
 
@@ -101,7 +122,10 @@ def _tensors(case: Case, first: int, last: int) -> Iterator[Evidence]:
     names = sorted(counts, key=lambda n: (-counts[n][1], n))[:4]
     earliest = counts[names[0]][0]
     yield Evidence(
-        claim=f"the overflow is in {', '.join(names)}", weight_nats=1.0, steps=(earliest, last), layers=tuple(names),
+        claim=f"the overflow is in {', '.join(names)}",
+        weight_nats=1.0,
+        steps=(earliest, last),
+        layers=tuple(names),
         value=counts[names[0]][1],
         query=queries.layers("sum", "overflow_count", case.incident.attempt, first, last, names[0]),
     )

@@ -24,8 +24,10 @@ def investigate(case: Case) -> Iterator[Evidence]:
         values = [float(v) for f in case.between(first, last) if (v := f.get("lr")) is not None]
         if values:
             yield Evidence(
-                claim="the learning rate kept to its course up to the onset", weight_nats=VETO_NATS,
-                steps=(first, last), value=max(values),
+                claim="the learning rate kept to its course up to the onset",
+                weight_nats=VETO_NATS,
+                steps=(first, last),
+                value=max(values),
                 query=queries.steps("max", "lr", attempt, first, last),
             )
         return
@@ -35,20 +37,26 @@ def investigate(case: Case) -> Iterator[Evidence]:
     yield Evidence(
         claim=f"the learning rate went to {lr:.3g} at step {step:,} where its course led to {expected:.3g} "
         f"({factor:.2g} x)",
-        weight_nats=3.5 if up and factor > 2 else 2.0 if up else -1.5, steps=(step, step), value=lr, baseline=expected,
+        weight_nats=3.5 if up and factor > 2 else 2.0 if up else -1.5,
+        steps=(step, step),
+        value=lr,
+        baseline=expected,
         query=queries.steps("max", "lr", attempt, step, step),
     )
     ratio = case.baseline("update_ratio")
     if ratio.ready:
         until = max(step + 1, min(last, step + 2))
-        values = [(f.step, float(v)) for f in case.between(step, until) if (v := f.get("update_ratio")) is not None]
-        if values:
-            at, value = max(values, key=lambda p: p[1])
-            followed = value > 1.5 * ratio.center
+        moves = [(f.step, float(v)) for f in case.between(step, until) if (v := f.get("update_ratio")) is not None]
+        if moves:
+            at, ratio_then = max(moves, key=lambda p: p[1])
+            followed = ratio_then > 1.5 * ratio.center
             yield Evidence(
                 claim=f"the update ratio {'moved with it' if followed else 'did not follow'}: "
-                f"{value / ratio.center:.2g} x normal",
-                weight_nats=2.5 if followed else -2.0, steps=(at, at), value=value, baseline=ratio.center,
+                f"{ratio_then / ratio.center:.2g} x normal",
+                weight_nats=2.5 if followed else -2.0,
+                steps=(at, at),
+                value=ratio_then,
+                baseline=ratio.center,
                 query=queries.steps("max", "update_ratio", attempt, at, at),
             )
     if step > last:

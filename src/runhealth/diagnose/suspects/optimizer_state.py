@@ -28,20 +28,30 @@ def investigate(case: Case) -> Iterator[Evidence]:
     if moved is None:
         worst = max(values, key=lambda p: p[1])
         yield Evidence(
-            claim="the update ratio was flat until the loss moved", weight_nats=VETO_NATS, steps=(first, last - 1),
-            value=worst[1], baseline=ratio.center, query=queries.steps("max", "update_ratio", attempt, first, last - 1),
+            claim="the update ratio was flat until the loss moved",
+            weight_nats=VETO_NATS,
+            steps=(first, last - 1),
+            value=worst[1],
+            baseline=ratio.center,
+            query=queries.steps("max", "update_ratio", attempt, first, last - 1),
         )
         return
     step, value = moved
     yield Evidence(
         claim=f"the update ratio jumped to {value / ratio.center:.1f} x normal at step {step:,}, "
         f"{last - step} steps before the loss moved",
-        weight_nats=3.0, steps=(step, step), value=value, baseline=ratio.center,
+        weight_nats=3.0,
+        steps=(step, step),
+        value=value,
+        baseline=ratio.center,
         query=queries.steps("max", "update_ratio", attempt, step, step),
     )
     if case.alarms("lr"):
-        yield Evidence(claim="the learning rate explains it: it jumped as well", weight_nats=-3.5,
-                       steps=(case.alarms("lr")[0].step, case.alarms("lr")[0].step))
+        yield Evidence(
+            claim="the learning rate explains it: it jumped as well",
+            weight_nats=-3.5,
+            steps=(case.alarms("lr")[0].step, case.alarms("lr")[0].step),
+        )
     elif case.has("lr"):
         yield Evidence(claim="the learning rate kept to its course", weight_nats=1.0)
     resumed = next((f.step for f in case.around if f.new_attempt and f.attempt > 0 and f.step <= step), None)
@@ -49,12 +59,17 @@ def investigate(case: Case) -> Iterator[Evidence]:
         yield Evidence(claim=f"training had resumed at step {resumed:,}", weight_nats=2.0, steps=(resumed, step))
     outliers = [o for o in case.outliers() if step - 2 <= o.batch.step <= step]
     if outliers:
-        yield Evidence(claim=f"an unusual batch was read at step {outliers[0].batch.step:,}", weight_nats=-2.5,
-                       steps=(outliers[0].batch.step, outliers[0].batch.step), ranks=(outliers[0].batch.rank,))
+        yield Evidence(
+            claim=f"an unusual batch was read at step {outliers[0].batch.step:,}",
+            weight_nats=-2.5,
+            steps=(outliers[0].batch.step, outliers[0].batch.step),
+            ranks=(outliers[0].batch.rank,),
+        )
     breach = case.alarms("grad_norm")
     if breach and breach[0].onset_step < step:
-        yield Evidence(claim="the gradient norm had risen before", weight_nats=-2.0,
-                       steps=(breach[0].onset_step, breach[0].step))
+        yield Evidence(
+            claim="the gradient norm had risen before", weight_nats=-2.0, steps=(breach[0].onset_step, breach[0].step)
+        )
 
 
 SUSPECT = Suspect(

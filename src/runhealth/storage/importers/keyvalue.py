@@ -33,6 +33,9 @@ _SPACED = re.compile(
     r"(?P<unit>\s?(?:ms|us|s|GiB|MiB|GB|MB))?\s*\Z",
     re.I,
 )
+_WORD_PAIR = re.compile(
+    rf"(?<!\S)(?P<name>[A-Za-z_][\w./-]{{0,60}}) (?P<value>{NUMBER})(?P<unit>\s?(?:ms|us|s|GiB|MiB|GB|MB))?(?!\S)", re.I
+)
 _BARE_TIME = re.compile(rf"\A\s*(?P<value>{NUMBER})\s?(?P<unit>ms|s)(?:/(?:it|step|iter))?\s*\Z")
 _SPLIT = re.compile(r"\s*[|;]\s*|,\s+|\s-\s|\t+")
 _SNIFF_LINES = 20_000
@@ -120,6 +123,9 @@ def _fields(line: str) -> dict[str, Scalar]:
             _put(found, match_["name"], match_["value"], match_["unit"])
         elif match_ := _BARE_TIME.match(part):
             _put(found, "step", match_["value"], match_["unit"])
+        else:
+            for match in _WORD_PAIR.finditer(part):
+                _put(found, match["name"], match["value"], match["unit"])
     return found
 
 

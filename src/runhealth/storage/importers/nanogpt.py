@@ -23,7 +23,9 @@ from runhealth.storage.records import Scalar
 _COLON = re.compile(r"step:(?P<step>\d{1,18})/(?P<total>\d{1,18})(?=[ \t])")
 _LLMC_MAIN = re.compile(r"s:(?P<step>\d{1,18}) (?=(?:trl|tel|eval|lr|norm):)")
 _LLMC = re.compile(r"step\s+(?P<step>\d{1,18})/(?P<total>\d{1,18}) \|")
-_LLMC_PART = re.compile(rf"\s*(?P<name>[a-z ]+?) (?P<value>{NUMBER})\s*(?:\((?P<z>[^)]*)\))?\s*\Z", re.I)
+_LLMC_PART = re.compile(
+    rf"\s*(?P<name>[a-z][\w /.]{{0,60}}?)[ :=]\s*(?P<value>{NUMBER})\s*(?:\((?P<z>[^)]*)\))?\s*\Z", re.I
+)
 _LLMC_BARE = re.compile(rf"\s*(?P<value>{NUMBER})\s*(?P<unit>ms|%[\w ]*MFU|tok/s)\s*\Z", re.I)
 _LLMC_VAL = re.compile(rf"val loss (?P<val>{NUMBER})\s*\Z", re.I)
 _ITER = re.compile(r"iter (?P<step>\d{1,18}): (?=loss )")

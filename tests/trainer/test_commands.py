@@ -1,0 +1,75 @@
+import argparse
+import dataclasses
+
+import pytest
+
+from runhealth.storage.errors import ConfigError
+from runhealth.storage.store import Store
+from runhealth.trainer import recipes
+from runhealth.trainer.commands import add_train_arguments, run_train
+from runhealth.trainer.config import CheckpointConfig, FaultSpec, OptimConfig, TrainConfig
+from runhealth.trainer.schedule import learning_rate
+from runhealth.trainer.supervisor import create
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    return run_train(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected --recipe NAME for a new run or --run R"),
+        (("--recipe", "nope"), "expected one of demo, spike_40k"),
+        (("--recipe", "demo", "--fault", "nope"), "expected one of bad_shard"),
+        (("--recipe", "demo", "--fault", "fp8_stale_amax"), "expected precision fp8"),
+        (("--recipe", "demo", "--run", "old"), "resume it with `runhealth train --run old`"),
+        (("--run", "old", "--seed", "3"), "--seed belongs to a new run"),
+        (("--run", "old", "--fault", "bad_shard"), "--fault belongs to a new run"),
+    ],
+)
+def test_wrong_calls_say_what_was_expected(tmp_path, tiny: TrainConfig, arguments: tuple[str, ...], message: str):
+    create(Store(str(tmp_path)), "old", tiny)
+    with pytest.raises(ConfigError, match=message):
+        call("--store", str(tmp_path), *arguments)
+    assert [run.name for run in Store(str(tmp_path)).runs() if not run.bundled] == ["old"]
+
+
+def test_a_config_survives_json_and_says_where_it_is_wrong():
+    for name in recipes.names():
+        config = recipes.load(name)
+        assert TrainConfig.from_json(config.to_json()) == config
+    raw = recipes.load("demo").to_json()
+    with pytest.raises(ConfigError, match=r"config\.model\.width: expected int, met '64'"):
+        TrainConfig.from_json({**raw, "model": {**raw["model"], "width": "64"}})
+    with pytest.raises(ConfigError, match=r"config\.optim: unknown field 'momentum'"):
+        TrainConfig.from_json({**raw, "optim": {"momentum": 0.9}})
+    with pytest.raises(ConfigError, match=r"config\.model\.precision: expected one of"):
+        TrainConfig.from_json({**raw, "model": {"precision": "fp4"}})
+    with pytest.raises(ConfigError, match="config: expected an object"):
+        TrainConfig.from_json([])
+    with pytest.raises(ConfigError, match=">= 2 generations"):
+        CheckpointConfig(keep=1)
+
+
+def test_a_run_is_not_created_twice_with_another_config(tmp_path, tiny: TrainConfig):
+    store = Store(str(tmp_path))
+    assert create(store, "run", tiny) == create(store, "run", tiny)
+    with pytest.raises(ConfigError, match="exists in"):
+        create(store, "run", dataclasses.replace(tiny, seed=99))
+
+
+def test_faults_are_parsed_with_their_types():
+    spec = FaultSpec.parse("bad_shard:step=330,severity=0.5,mode=noise")
+    assert spec == FaultSpec(name="bad_shard", params={"step": 330, "severity": 0.5, "mode": "noise"})
+
+
+def test_learning_rate_warms_up_then_decays_to_its_floor():
+    optim = OptimConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+    assert learning_rate(optim, 0, 110) == pytest.approx(0.1)
+    assert learning_rate(optim, 9, 110) == 1.0
+    assert learning_rate(optim, 60, 110) == pytest.approx(0.55)
+    assert learning_rate(optim, 110, 110) == learning_rate(optim, 500, 110) == pytest.approx(0.1)
+    assert learning_rate(dataclasses.replace(optim, horizon=60), 60, 110) == pytest.approx(0.1)
