@@ -149,7 +149,7 @@ def test_an_unusual_batch_long_before_the_loss_is_no_cause(records_of, list_sour
 
 
 def test_a_crashing_suspect_is_reported_and_harms_nobody(records_of, list_source):
-    def explode(case):
+    def explode(_case):
         raise ZeroDivisionError("on purpose")
 
     bad = Suspect(
@@ -161,7 +161,7 @@ def test_a_crashing_suspect_is_reported_and_harms_nobody(records_of, list_source
         remedy="r",
         explains="e",
     )
-    nan = dataclasses.replace(bad, name="nan", investigate=lambda case: [Evidence(claim="c", weight_nats=math.nan)])
+    nan = dataclasses.replace(bad, name="nan", investigate=lambda _case: [Evidence(claim="c", weight_nats=math.nan)])
     engine = Engine(suspects=(*load_suspects(), bad, nan))
     source = list_source(records_of(cause="bad_shard", seed=121))
     for record in source.records():
@@ -180,14 +180,14 @@ def test_weak_evidence_stays_undetermined():
         name="weak",
         title="t",
         needs=Needs(),
-        investigate=lambda c: [Evidence(claim="c", weight_nats=2.9)],
+        investigate=lambda _c: [Evidence(claim="c", weight_nats=2.9)],
         action="repair",
         remedy="r",
         explains="e",
     )
     results, verdict = walk(Case(incident(), []), [weak])
     assert verdict == "undetermined"
-    strong = dataclasses.replace(weak, investigate=lambda c: [Evidence(claim=str(i), weight_nats=3.0) for i in (1, 2)])
+    strong = dataclasses.replace(weak, investigate=lambda _c: [Evidence(claim=str(i), weight_nats=3.0) for i in (1, 2)])
     results, verdict = walk(Case(incident(), []), [strong])
     assert verdict == "weak"
     assert results[0].probability > 0.7
@@ -198,7 +198,7 @@ def test_one_observation_is_clipped_and_a_veto_is_not():
         name="loud",
         title="t",
         needs=Needs(),
-        investigate=lambda c: [Evidence(claim="c", weight_nats=99.0)],
+        investigate=lambda _c: [Evidence(claim="c", weight_nats=99.0)],
         action="repair",
         remedy="r",
         explains="e",
@@ -206,7 +206,7 @@ def test_one_observation_is_clipped_and_a_veto_is_not():
     vetoed = dataclasses.replace(
         loud,
         name="vetoed",
-        investigate=lambda c: [Evidence(claim="c", weight_nats=3.5), Evidence(claim="v", weight_nats=-5.0)],
+        investigate=lambda _c: [Evidence(claim="c", weight_nats=3.5), Evidence(claim="v", weight_nats=-5.0)],
     )
     results, _ = walk(Case(incident(), []), [loud, vetoed])
     by_name = {r.suspect: r.probability for r in results}
@@ -237,9 +237,8 @@ def test_a_detector_stands_empty_and_non_finite_frames(cls):
         frame = Frame(0, step)
         for rank in range(2):
             if step % 3 == 1:
-                frame.ranks[rank] = {
-                    name: math.nan
-                    for name in (
+                frame.ranks[rank] = dict.fromkeys(
+                    (
                         "loss",
                         "grad_norm",
                         "lr",
@@ -248,12 +247,12 @@ def test_a_detector_stands_empty_and_non_finite_frames(cls):
                         "update_ratio",
                         "overflow_count",
                         "clip_threshold",
-                    )
-                }
+                    ),
+                    math.nan,
+                )
             elif step % 3 == 2:
-                frame.ranks[rank] = {
-                    name: 0
-                    for name in (
+                frame.ranks[rank] = dict.fromkeys(
+                    (
                         "loss",
                         "grad_norm",
                         "lr",
@@ -263,8 +262,9 @@ def test_a_detector_stands_empty_and_non_finite_frames(cls):
                         "overflow_count",
                         "clip_threshold",
                         "epoch",
-                    )
-                }
+                    ),
+                    0,
+                )
         frame.seal()
         for raised in detector.update(frame):
             assert raised.kind in cls.kinds

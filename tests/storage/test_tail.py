@@ -17,9 +17,9 @@ LogFor = Callable[..., RankLog]
 
 @pytest.fixture
 def two_ranks(log_for: LogFor) -> list[tuple[int, int]]:
-    """Many small segments on two ranks; the last ones are not closed. Returns (rank, step) of every record."""
-    for rank in (0, 1):
-        log = log_for(rank, segment_bytes=700)
+    """Rank 0 in many small segments, rank 1 in one; the last ones stay open. Returns (rank, step) of all records."""
+    for rank, segment_bytes in ((0, 700), (1, 10**6)):
+        log = log_for(rank, segment_bytes=segment_bytes)
         for number in range(60):
             values = {f"m{i}": 1.0 for i in range(number % 5)}
             log.append([StepRecord(attempt=0, step=number, rank=rank, values=values)])

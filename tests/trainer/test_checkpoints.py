@@ -110,13 +110,15 @@ def test_a_second_attempt_has_a_folder_of_its_own(tmp_path: Path):
     ]
 
 
-def test_retiring_keeps_the_newest_and_the_needed(tmp_path: Path):
-    for step in (100, 200, 300, 400):
-        make(tmp_path, step)
-    removed = checkpoints.retire(str(tmp_path), 2, needed=["checkpoints/step-00000100"])
-    assert removed == ["checkpoints/step-00000200"]
-    assert [info.step for info in checkpoints.committed(str(tmp_path))] == [100, 300, 400]
+def test_retiring_keeps_the_newest_finite_ones_and_the_needed(tmp_path: Path):
+    for step in (100, 200, 300, 400, 500, 600):
+        make(tmp_path, step, finite=step != 500)
+    name = "checkpoints/step-00000{}".format
     assert checkpoints.retire(str(tmp_path), 0) == []
+    removed = checkpoints.retire(str(tmp_path), 2, needed=[name(100)], superseded=[name(600)])
+    assert removed == [name(200)]
+    assert [info.step for info in checkpoints.committed(str(tmp_path))] == [100, 300, 400, 500, 600]
+    assert checkpoints.retire(str(tmp_path), 2, needed=[name(100)]) == [name(300)]
 
 
 def tensors(folder: Path) -> dict[str, bytes]:

@@ -74,7 +74,9 @@ class Case:
         return signal in self.signals
 
     def between(self, first: int, last: int) -> list[Frame]:
-        return [frame for frame in self.around if first <= frame.step <= last]
+        """The incident's own frames of these steps; those of earlier attempts serve as baseline only."""
+        own = self.incident.attempt
+        return [frame for frame in self.frames if first <= frame.step <= last and frame.attempt == own]
 
     def baseline(self, signal: str, *, log: bool = False) -> Baseline:
         """Median and sigma of a signal of the whole job before the incident. Not `ready` when too little is known."""

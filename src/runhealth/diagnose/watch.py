@@ -14,6 +14,7 @@ from runhealth.diagnose.report.plain import Style, safe, stdout_style
 from runhealth.storage.reader import RunReader
 
 HOOK_TIMEOUT_S = 600.0
+STDERR_FD = 2  # stdout holds the findings; what a hook says goes beside them
 
 
 def watch(
@@ -83,7 +84,7 @@ def _fire(hook: str, run: str, finding: Finding) -> None:
             input=body,
             text=True,
             env=environment,
-            stdout=sys.stderr,
+            stdout=STDERR_FD,
             timeout=HOOK_TIMEOUT_S,
             check=False,
         )

@@ -31,7 +31,7 @@ from runhealth.storage.tail import RunTail
 _CHUNK_BYTES = 16 * 1024 * 1024  # of rank logs in one transaction
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "512MB", "threads": 2, "autoinstall_known_extensions": False,
-    "default_block_size": "65536",  # a column takes at least one block: small runs stay small
+    "default_block_size": "131072",  # a column takes at least one block: small runs stay small
     "storage_compatibility_version": "v1.2.0",  # files of DuckDB 2 are unreadable for 1.x unless asked for
 }  # fmt: skip
 # Trouble of the machine, not of the database: building it anew would not help.

@@ -145,7 +145,7 @@ class RunTail:
             if not tail.ended and tail.path.stat().st_size > before:
                 records.extend(tail.read(left))
                 if left is not None:
-                    left -= tail.offset - before
+                    left = left - (tail.offset - before) if tail.at_end else 0
             if not self._open(segments, folder):
                 break
             # The next segment exists, so this one is final; look once more for frames written in between.

@@ -62,6 +62,12 @@ def relative_path(step: int, attempt: int) -> str:
     return f"{FOLDER}/step-{step:08d}{suffix}"
 
 
+def step_of(path: str) -> int:
+    """The step of a checkpoint by its path; 0 for none."""
+    match = _NAME.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else 0
+
+
 def committed(run_path: str) -> list[CheckpointInfo]:
     """All checkpoints of a run that have a manifest, ordered by (step, attempt)."""
     found = []
@@ -193,13 +199,16 @@ def verify(folder: str) -> CheckpointManifest:
     return manifest
 
 
-def retire(run_path: str, keep: int, needed: Sequence[str] = ()) -> list[str]:
-    """Remove the oldest checkpoints so that `keep` committed ones stay (0: keep all), never one in `needed`. Returns
-    the removed paths. The manifest goes first: a folder that is half gone is no checkpoint."""
-    if keep == 0:
+def retire(run_path: str, keep: int, needed: Sequence[str] = (), superseded: Sequence[str] = ()) -> list[str]:
+    """Remove old checkpoints so that the `keep` newest with finite values stay (0: keep all). Those in `needed` are
+    never removed; those in `superseded` are left alone and do not count. Returns the removed paths. The manifest goes
+    first: a folder that is half gone is no checkpoint."""
+    ours = [info for info in committed(run_path) if info.path not in superseded] if keep else []
+    good = [info for info in ours if read_manifest(str(Path(run_path) / info.path)).finite]
+    if len(good) <= keep:
         return []
     removed = []
-    for info in committed(run_path)[:-keep]:
+    for info in ours[: ours.index(good[-keep])]:
         if info.path in needed:
             continue
         folder = Path(run_path) / info.path

@@ -20,6 +20,7 @@ from runhealth.trainer.config import FaultSpec, TrainConfig
 from runhealth.trainer.data import BatchPlan, data_folder, describe, pack
 from runhealth.trainer.fault import FaultContext, FaultLabel
 from runhealth.trainer.fault import create as create_fault
+from runhealth.trainer.processes import interrupt_group
 from runhealth.trainer.progress import ProgressLine
 from runhealth.trainer.supervisor import INTERRUPTED, Supervisor, create, require_torch
 
@@ -190,7 +191,7 @@ def _diagnose(store: Store, arguments: list[str], allowed: tuple[int, ...]) -> N
     def on_terminate(*_signal: object) -> None:
         nonlocal terminated
         terminated = True
-        child.send_signal(signal.SIGINT)
+        interrupt_group(child.pid)
 
     child = subprocess.Popen(command, env={**os.environ, "RUNHEALTH_STORE": store.root})
     previous = signal.signal(signal.SIGTERM, on_terminate)

@@ -32,6 +32,7 @@ class LaunchSpec:
     skips: SkipSet = field(default_factory=SkipSet)
     repairs: tuple[Repair, ...] = ()
     needed: tuple[str, ...] = ()  # checkpoints that must not be retired
+    superseded: tuple[str, ...] = ()  # those of a past that a rollback left
 
     def write(self, path: Path) -> None:
         raw = {
@@ -47,6 +48,7 @@ class LaunchSpec:
             "skips": self.skips.to_json(),
             "repairs": [asdict(repair) for repair in self.repairs],
             "needed": list(self.needed),
+            "superseded": list(self.superseded),
         }
         write_json(path, raw)
 
@@ -60,6 +62,7 @@ class LaunchSpec:
                 "skips": SkipSet.from_json(raw["skips"]),
                 "repairs": tuple(Repair(**item) for item in raw["repairs"]),
                 "needed": tuple(raw["needed"]),
+                "superseded": tuple(raw["superseded"]),
             }
         )
 

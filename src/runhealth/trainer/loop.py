@@ -82,7 +82,7 @@ class Trainer:
                 self._evaluate_if_due()
                 self._train_step(self.step)
                 self.step += 1
-                if self.step % self.config.checkpoint.every == 0:
+                if self.step % self.config.checkpoint.every == 0 or self.step == self.spec.stop_step:
                     self._checkpoint()
         finally:
             self.monitor.close()
@@ -173,7 +173,7 @@ class Trainer:
         status = CheckpointStatus.VERIFIED if outcome.verified else CheckpointStatus.FAILED
         self.monitor.checkpoint(self.step, outcome.path, status, seconds=seconds, size_bytes=size, reason=outcome.error)
         if outcome.verified:
-            checkpoints.retire(self.spec.run_path, self.config.checkpoint.keep, self.spec.needed)
+            checkpoints.retire(self.spec.run_path, self.config.checkpoint.keep, self.spec.needed, self.spec.superseded)
 
     def _faults(self) -> list[Fault]:
         """The faults of the config that no repair has taken away."""

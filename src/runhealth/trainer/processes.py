@@ -37,6 +37,17 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def interrupt_group(pid: int) -> None:
+    """SIGINT to a process and to those of its descendants that share its process group: what Ctrl-C would reach."""
+    group = os.getpgid(pid)
+    for member in (pid, *descendants(pid)):
+        try:
+            if os.getpgid(member) == group:
+                _signal(member, signal.SIGINT)
+        except ProcessLookupError:
+            continue
+
+
 def end_tree(pid: int, grace_s: float) -> None:
     """SIGTERM to a process, which passes it on; after `grace_s` SIGKILL to it and to all that descended from it."""
     family = [pid, *descendants(pid)]

@@ -39,6 +39,7 @@ POLL_S = 0.1
 GRACE_S = 8.0
 INTERRUPTED = 130
 OUTPUT_TAIL_LINES = 40
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,9 @@ class Supervisor:
             previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 start, is_rollback = self._first_start(plan_file)
+                if checkpoints.step_of(start) >= self.stop_step:
+                    self._say(f"{self.run.name}: {start} is the end already; nothing to train (--steps goes further)")
+                    return 0
                 pack(self._data_path, self.config.data)
                 return self._attempts(start, is_rollback)
             finally:
@@ -149,6 +153,7 @@ class Supervisor:
             skips=self.state.skips,
             repairs=self.state.repairs,
             needed=tuple(path for _, path in self.state.applied),
+            superseded=self.state.superseded,
         )
         launch = Path(self.run_path) / "launch" / f"a{claimed.attempt:03d}.json"
         spec.write(launch)
@@ -238,6 +243,7 @@ class Supervisor:
     def _start(self, launch: Path, attempt: int) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "runhealth.trainer.agent", "--standalone"]
         command += [f"--nproc-per-node={self.config.world}", "--max-restarts=0", "--monitor-interval=0.1"]
+        command += ["--local-addr=127.0.0.1"]  # a host name that does not resolve would keep the ranks apart
         command += ["--shutdown-timeout=5", "-m", "runhealth.trainer.worker"]
         environment = {
             **os.environ,
@@ -248,6 +254,7 @@ class Supervisor:
             "OMP_NUM_THREADS": "1",  # more makes busy ranks spin against each other
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK),
         }
         # a session of its own: Ctrl-C reaches the supervisor only, which then ends the tree in order
         return subprocess.Popen(

@@ -1,9 +1,10 @@
 """The loss leaves its trend upward: trailing robust z on log-loss.
 
 Centre = median of the last 128 points plus the split-median slope carried forward, at least the median of the last 16;
-scale = 1.4826·MAD (without the slope, if that is less), at least 0.01. Alarm at z >= 5 with an effect of at least +10 %. Flagged points enter the baseline
-winsorised at 3 sigma, so a spike never hides the next one; non-finite points never enter it. One-sided: a falling loss
-is no spike. Losses that can be zero or negative are judged on a linear scale, with a floor of 1 % of their own spread.
+scale = 1.4826·MAD (without the slope, if that is less), at least 0.01. Alarm at z >= 5 with an effect of at least
++10 %. Flagged points enter the baseline winsorised at 3 sigma, so a spike never hides the next one; non-finite points
+never enter it. One-sided: a falling loss is no spike. Losses that can be zero or negative are judged on a linear scale:
+the effect is then +10 % of the range that the losses have covered so far.
 """
 
 import math
@@ -41,6 +42,7 @@ class LossSpike(Detector):
         self._new = SortedWindow(WINDOW // 2)
         self._last = SortedWindow(WINDOW // 8)
         self._log = True
+        self._lowest, self._highest = math.inf, -math.inf  # of all losses that were not flagged
         self._sigma = math.nan
         self._sigma_age = SCALE_EVERY
         self._since_alarm = 10**9
@@ -56,35 +58,37 @@ class LossSpike(Detector):
             self._to_linear()
         y = math.log(loss) if self._log else loss
         count = len(self._all)
-        if count < SHORT_LEAST:
-            self._push(y)
-            return []
-        center = self._center()
-        alarms: list[Alarm] = []
-        self._since_alarm += 1
-        excess = y - center
-        if excess > WINSOR_Z * self._floor():
-            sigma = self._scale()
-            z = excess / sigma
-            effect = math.expm1(min(excess, 700.0)) if self._log else excess / max(abs(center), sigma)
-            short = count < LEAST
-            flagged = z >= (SHORT_Z if short else Z_ALARM)
-            if flagged and effect >= (SHORT_EFFECT if short else EFFECT):
-                alarms = self._alarm(frame, loss, center, z)
+        flagged, alarms = False, []
+        if count >= SHORT_LEAST:
+            center = self._center()
+            self._since_alarm += 1
+            excess = y - center
+            if excess > WINSOR_Z * self._floor():
+                sigma = self._scale()
+                short = count < LEAST
+                flagged = excess >= (SHORT_Z if short else Z_ALARM) * sigma
+                if flagged and self._effect(excess, sigma) >= (SHORT_EFFECT if short else EFFECT):
+                    alarms = self._alarm(frame, loss, center, excess / sigma)
+                else:
+                    self._above = False
             else:
                 self._above = False
-            if flagged:
-                self._flagged_run += 1
-                if self._flagged_run >= RELEARN_POINTS:
-                    self._relearn()
+        if flagged:
+            self._flagged_run += 1
+            if self._flagged_run < RELEARN_POINTS:
                 y = center + WINSOR_Z * sigma
             else:
-                self._flagged_run = 0
+                self._relearn()
         else:
-            self._above = False
             self._flagged_run = 0
+            self._lowest, self._highest = min(loss, self._lowest), max(loss, self._highest)
         self._push(y)
         return alarms
+
+    def _effect(self, excess: float, sigma: float) -> float:
+        if self._log:
+            return math.expm1(min(excess, 700.0))
+        return excess / max(self._highest - self._lowest, sigma)
 
     def _alarm(self, frame: Frame, loss: float, center: float, z: float) -> list[Alarm]:
         armed = not self._above or self._since_alarm >= REARM_POINTS
