@@ -11,7 +11,8 @@ left out of the pack, to keep it small and honest:
 - the time stamps of batches and `batch_loss`, which repeat those of the step (there is one micro-batch a step);
 - digits of phase times beyond 0.1 ms.
 
-Stopped half-way, it goes on where it was: the training resumes from its newest verified checkpoint.
+Stopped half-way, it goes on where it was: the training resumes from its newest verified checkpoint. When the training
+is done, it only packs.
 """
 
 import argparse
@@ -60,11 +61,12 @@ def main() -> int:
     config = recipes.load("spike_40k")
     store = Store(f"{arguments.work}/store")
     run = create_run(store, NAME, config)
-    line = ProgressLine(NAME)
-    code = Supervisor(store, run, on_progress=line).supervise()
-    line.close()
-    if code:
-        return code
+    if not is_finished(store, config):
+        line = ProgressLine(NAME)
+        code = Supervisor(store, run, on_progress=line).supervise()
+        line.close()
+        if code:
+            return code
     target = Path(arguments.target)
     shutil.rmtree(target, ignore_errors=True)
     with RunReader.open(NAME, store.root) as reader:
@@ -78,6 +80,12 @@ def main() -> int:
         print(f"expected at most {LIMIT_BYTES:,} bytes, met {size:,}", file=sys.stderr)
         return 1
     return 0
+
+
+def is_finished(store: Store, config: TrainConfig) -> bool:
+    with RunReader.open(NAME, store.root) as reader:
+        last = reader.sql("SELECT max(step) AS step FROM steps")["step"][0]
+    return last is not None and last >= config.steps - 1
 
 
 def label_of(config: TrainConfig) -> FaultLabel:

@@ -17,6 +17,17 @@ from runhealth.storage.records import BatchRecord, EventKind, LayerSample, RunEv
 
 SEEDS = (110, 111)
 SUSPECTS = {suspect.name: suspect for suspect in load_suspects()}
+NAMES = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "t_step_s",
+    "loss_scale",
+    "update_ratio",
+    "overflow_count",
+    "clip_threshold",
+    "epoch",
+)
 SEED_LIST = ("bad_shard", "fp_overflow", "clip_breach", "lr_change", "optimizer_state", "benign")
 
 
@@ -236,35 +247,8 @@ def test_a_detector_stands_empty_and_non_finite_frames(cls):
     for step in range(40):
         frame = Frame(0, step)
         for rank in range(2):
-            if step % 3 == 1:
-                frame.ranks[rank] = dict.fromkeys(
-                    (
-                        "loss",
-                        "grad_norm",
-                        "lr",
-                        "t_step_s",
-                        "loss_scale",
-                        "update_ratio",
-                        "overflow_count",
-                        "clip_threshold",
-                    ),
-                    math.nan,
-                )
-            elif step % 3 == 2:
-                frame.ranks[rank] = dict.fromkeys(
-                    (
-                        "loss",
-                        "grad_norm",
-                        "lr",
-                        "t_step_s",
-                        "loss_scale",
-                        "update_ratio",
-                        "overflow_count",
-                        "clip_threshold",
-                        "epoch",
-                    ),
-                    0,
-                )
+            if step % 3:
+                frame.ranks[rank] = dict.fromkeys(NAMES, math.nan if step % 3 == 1 else 0)
         frame.seal()
         for raised in detector.update(frame):
             assert raised.kind in cls.kinds
@@ -294,3 +278,11 @@ def _frames(records):
     for frame in frames:
         frame.outliers = habit.judge(frame.batches)
     return frames
+
+
+def test_a_signal_that_was_not_sampled_in_time_is_no_alibi(source_of):
+    finding = spike_of(diagnose(source_of(cause="optimizer_state", seed=123, updates_every=10)))
+    result = next(s for s in finding.suspects if s.suspect == "optimizer_state")
+    assert finding.verdict == "undetermined"
+    assert result.status is not Status.EXONERATED
+    assert result.probability > max(s.probability for s in finding.suspects if s.suspect == "bad_shard")

@@ -139,7 +139,9 @@ def test_overflow_from_a_quiet_habit():
     assert run("fp_overflow", start_up) == []
     overflowing = quiet[:150] + [(s, {"overflow_count": 4000, "amax_ratio": 5.0}) for s in range(150, 200)]
     (alarm,) = run("fp_overflow", overflowing)
-    assert (alarm.step, alarm.value) == (150, 4000)
+    assert (alarm.onset_step, alarm.step, alarm.value) == (150, 151, 4000)
+    blip = [*quiet[:150], (150, {"overflow_count": 200, "amax_ratio": 0.9}), *quiet[151:]]
+    assert run("fp_overflow", blip) == []
     stale = quiet[:150] + [(s, {"overflow_count": 0, "amax_ratio": 5.0}) for s in range(150, 200)]
     assert [a.signal for a in run("fp_overflow", stale)] == ["amax_ratio"]
 
@@ -251,7 +253,9 @@ def test_straggler_is_who_computes_longest_and_waits_least():
             for rank in range(4):
                 late = 0.2 if step >= 120 and rank == late_rank else 0.0
                 wait = 0.2 if step >= 120 and rank != late_rank else 0.003
-                ranks[rank] = {"t_forward_s": 0.1 + 0.002 * rng.normal() + late} | ({"t_wait_s": wait} if waits else {})
+                ranks[rank] = {"t_forward_s": 1 + 0.02 * rng.normal() + 10 * late} | (
+                    {"t_wait_s": wait} if waits else {}
+                )
             yield step, ranks
 
     (alarm,) = run("straggler", rows(2))

@@ -6,7 +6,7 @@ import pytest
 from runhealth.storage.errors import ConfigError
 from runhealth.storage.store import Store
 from runhealth.trainer import recipes
-from runhealth.trainer.commands import add_train_arguments, run_train
+from runhealth.trainer.commands import _new_run, add_train_arguments, run_train
 from runhealth.trainer.config import CheckpointConfig, FaultSpec, OptimConfig, TrainConfig
 from runhealth.trainer.schedule import learning_rate
 from runhealth.trainer.supervisor import create
@@ -59,6 +59,17 @@ def test_a_run_is_not_created_twice_with_another_config(tmp_path, tiny: TrainCon
     assert create(store, "run", tiny) == create(store, "run", tiny)
     with pytest.raises(ConfigError, match="exists in"):
         create(store, "run", dataclasses.replace(tiny, seed=99))
+
+
+def test_a_recipe_keeps_its_own_faults_unless_others_are_asked_for(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    store = Store(str(tmp_path))
+    own = _new_run(store, parser.parse_args(["--recipe", "spike-40k"]))
+    other = _new_run(store, parser.parse_args(["--recipe", "spike-40k", "--fault", "lr_change:step=9"]))
+    assert [fault["name"] for fault in own.config["faults"]] == ["fp8_stale_amax"]
+    assert [fault["name"] for fault in other.config["faults"]] == ["lr_change"]
+    assert (own.name, other.name) == ("spike-40k", "spike-40k-2")
 
 
 def test_faults_are_parsed_with_their_types():

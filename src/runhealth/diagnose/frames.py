@@ -44,12 +44,8 @@ class Frame:
 
     def get(self, name: str) -> Scalar | None:
         """The value of a signal of the whole job: the lowest rank's that has it."""
-        ranks = self.ranks
-        if len(ranks) == 1:
-            for values in ranks.values():
-                return values.get(name)
-        for rank in ranks:  # sorted by `seal`
-            value = ranks[rank].get(name)
+        for values in self.ranks.values():  # sorted by `seal`
+            value = values.get(name)
             if value is not None:
                 return value
         return None

@@ -32,7 +32,8 @@ FACT_SEVERITY: Mapping[str, Severity] = {
     "dead_rank": Severity.ERROR,
     "out_of_memory": Severity.ERROR,
 }
-MANY_BURSTS = 3
+MANY_BURSTS, BURST_STEPS = 3, 500
+TALL_BURST = 5.0  # x the median: lower ones occur in healthy runs and are told as info
 MERGE_LEAST = 2
 
 
@@ -64,7 +65,7 @@ def findings_of(
             id=tracked.id if first else f"{tracked.id}-{kind}",
             code=CODES[kind],
             kind=kind,
-            severity=_severity(kind, outcome, tracked, count),
+            severity=_severity(kind, outcome, tracked),
             outcome=outcome,
             attempt=tracked.attempt,
             onset_step=onset,
@@ -81,6 +82,7 @@ def findings_of(
             missing=_missing(suspects),
             details={
                 **details,
+                **({"tall": _tall(tracked)} if kind == "gradient_spike" else {}),
                 "incident": tracked.id,
                 "loss_before": _number(tracked.baseline),
                 "loss_peak": _number(tracked.peak_value),
@@ -127,7 +129,8 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
         first, last = group[0], group[-1]
         count = sum(f.count for f in group)
         severity = max((f.severity for f in group), key=lambda s: s.level)
-        if first.kind == "gradient_spike" and count >= MANY_BURSTS:
+        tall = [f.onset_step for f in group if f.details.get("tall")]
+        if first.kind == "gradient_spike" and _frequent(tall):
             severity = Severity.WARNING
         biggest = max(group, key=lambda f: (_peak(f), -f.onset_step))
         merged.append(
@@ -150,13 +153,18 @@ def _merge_key(finding: Finding) -> object:
         shard = finding.details.get("shard") if finding.verdict == "bad_shard" else None
         verdict = finding.verdict if finding.verdict not in ("benign", UNDETERMINED) else "none"
         return (finding.kind, finding.attempt, verdict, shard, _height(finding))
-    if finding.kind == "gradient_spike":
+    if finding.kind == "gradient_spike" or (finding.kind == "fp_overflow" and finding.severity is Severity.INFO):
         return (finding.kind, finding.attempt)
     if finding.kind == "restart":
         return finding.id
     if not finding.suspects:
         return (finding.kind, finding.attempt, finding.ranks)
     return finding.id
+
+
+def _frequent(steps: Sequence[int]) -> bool:
+    """As many bursts as make a pattern, close enough together."""
+    return any(last - first <= BURST_STEPS for first, last in zip(steps, steps[MANY_BURSTS - 1 :], strict=False))
 
 
 def _height(finding: Finding) -> int:
@@ -180,7 +188,7 @@ def _outcome(tracked: Tracked, kind: str) -> tuple[Outcome, int | None]:
     return tracked.burst_outcome()
 
 
-def _severity(kind: str, outcome: Outcome, tracked: Tracked, count: int) -> Severity:
+def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
     if kind in LOSS_KINDS:
         if outcome is Outcome.ONGOING:
             doubled = tracked.recent and max(tracked.recent) >= math.log(2.0)
@@ -193,10 +201,14 @@ def _severity(kind: str, outcome: Outcome, tracked: Tracked, count: int) -> Seve
         return Severity.WARNING if outcome in (Outcome.TRANSIENT, Outcome.RECOVERING) else Severity.ERROR
     if kind == "loss_scale_collapse":
         return Severity.ERROR
-    if kind == "gradient_spike":
-        brief = tracked.last_step - tracked.onset_step <= 20
-        return Severity.INFO if brief and count < MANY_BURSTS else Severity.WARNING
+    if kind in ("gradient_spike", "fp_overflow") and outcome is Outcome.TRANSIENT:
+        return Severity.WARNING if kind == "gradient_spike" and _tall(tracked) >= MANY_BURSTS else Severity.INFO
     return Severity.WARNING
+
+
+def _tall(tracked: Tracked) -> int:
+    """How many of its gradient bursts are tall."""
+    return sum(a.value >= TALL_BURST * a.baseline for a in tracked.of("gradient_spike"))
 
 
 def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str, Suspect]) -> Remedy:

@@ -62,7 +62,9 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     from runhealth.trainer.supervisor import create
 
     config = recipes.load(arguments.recipe)
-    changes: dict[str, object] = {"faults": tuple(FaultSpec.parse(text) for text in arguments.fault)}
+    changes: dict[str, object] = {}
+    if arguments.fault:
+        changes["faults"] = tuple(FaultSpec.parse(text) for text in arguments.fault)
     if arguments.steps is not None:
         changes["steps"] = arguments.steps
     if arguments.seed is not None:

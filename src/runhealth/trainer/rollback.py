@@ -135,6 +135,6 @@ def describe(rollback: Rollback) -> str:
     parts: Iterable[str] = (
         f"back to step {plan.checkpoint_step} for {plan.incident} ({plan.cause})",
         f"{sum(s.last_sample - s.first_sample + 1 for s in plan.skip)} samples skipped" if plan.skip else "",
-        f"repairs: {', '.join(repair.kind for repair in plan.repairs)}" if plan.repairs else "",
+        f"repairs: {', '.join(dict.fromkeys(repair.kind for repair in plan.repairs))}" if plan.repairs else "",
     )
     return ", ".join(filter(None, parts))

@@ -1,8 +1,9 @@
 """Low-precision overflow that the run is not used to, and the tensors it happens in.
 
 Overflow counts leave a quiet habit (at least 16 elements and 8 x the 98th percentile so far), or the amax is over
-1.3 x the 98th percentile of amax/believed amax in 2 of 3 frames. The first 64 frames calibrate and raise nothing. One
-alarm an episode: the next one needs 64 quiet frames before it.
+1.3 x the 98th percentile of amax/believed amax, in 2 of 3 frames: one step with a handful of overflowing elements is
+everyday life. The first 64 frames calibrate and raise nothing. One alarm an episode: the next one needs 64 quiet frames
+before it.
 """
 
 from collections import deque
@@ -28,6 +29,7 @@ class FpOverflow(Detector):
     def __init__(self) -> None:
         self._count = Baseline(256, least=16)
         self._amax = Baseline(256, least=16)
+        self._count_recent: deque[int] = deque(maxlen=3)  # the step where flagged, else -1
         self._amax_recent: deque[int] = deque(maxlen=3)
         self._seen = 0
         self._since = REARM_FRAMES
@@ -38,26 +40,24 @@ class FpOverflow(Detector):
             return []
         self._seen += 1
         self._since += 1
-        signal, value, habit = "", 0.0, 0.0
+        signal, value, habit, onset = "", 0.0, 0.0, frame.step
         if count is not None:
-            habit = self._count.quantile(0.98) if self._count.ready else 0.0
-            if count >= max(LEAST_ELEMENTS, COUNT_FACTOR * habit):
-                signal, value = "overflow_count", float(count)
-            else:
+            usual = self._count.quantile(0.98) if self._count.ready else 0.0
+            flagged = count >= max(LEAST_ELEMENTS, COUNT_FACTOR * usual)
+            if not flagged or self._seen <= CALIBRATION_FRAMES:
                 self._count.push(float(count))
-        if amax is not None and not signal:
-            amax_habit = self._amax.quantile(0.98) if self._amax.ready else 1.0
-            high = amax > max(AMAX_LEAST, AMAX_FACTOR * amax_habit)
-            self._amax_recent.append(int(high))
-            if high and sum(self._amax_recent) >= 2:
-                signal, value, habit = "amax_ratio", float(amax), amax_habit
-            elif not high:
+            if _twice(self._count_recent, flagged, frame.step):
+                signal, value, habit = "overflow_count", float(count), usual
+                onset = min(step for step in self._count_recent if step >= 0)
+        if amax is not None:
+            usual = self._amax.quantile(0.98) if self._amax.ready else 1.0
+            flagged = amax > max(AMAX_LEAST, AMAX_FACTOR * usual)
+            if not flagged:
                 self._amax.push(float(amax))
-        if not signal:
-            return []
-        if self._seen <= CALIBRATION_FRAMES:
-            if signal == "overflow_count":
-                self._count.push(value)
+            if _twice(self._amax_recent, flagged, frame.step) and not signal:
+                signal, value, habit = "amax_ratio", float(amax), usual
+                onset = min(step for step in self._amax_recent if step >= 0)
+        if not signal or self._seen <= CALIBRATION_FRAMES:
             return []
         armed = self._since >= REARM_FRAMES
         self._since = 0
@@ -77,7 +77,7 @@ class FpOverflow(Detector):
                 signal=signal,
                 attempt=frame.attempt,
                 step=frame.step,
-                onset_step=frame.step,
+                onset_step=onset,
                 score=value / max(habit, 1.0),
                 value=value,
                 baseline=habit,
@@ -86,6 +86,12 @@ class FpOverflow(Detector):
                 message=f"{signal} {value:g} against {habit:g}{where}",
             )
         ]
+
+
+def _twice(recent: deque[int], flagged: bool, step: int) -> bool:
+    """Note a frame; whether it and another of the last three are flagged."""
+    recent.append(step if flagged else -1)
+    return flagged and sum(s >= 0 for s in recent) >= 2
 
 
 def overflowing_layers(frame: Frame) -> tuple[str, ...]:

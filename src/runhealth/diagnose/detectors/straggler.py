@@ -1,8 +1,8 @@
 """One rank holds the others up: its compute is longest, and it waits least.
 
 Wall times are equal behind an all-reduce, so they tell nothing about ranks; compute (forward and backward) and wait do.
-A rank is named when its compute is over 10 % and 6 robust sigma above the median of the others in five frames running,
-and its wait, where recorded, is the smallest of all.
+A rank is named when its compute is over 10 % and 6 robust sigma above the median of the others, and its wait, where
+recorded, the smallest of all, for at least five frames and five seconds; a frame that says otherwise takes back two.
 """
 
 import math
@@ -17,6 +17,8 @@ from runhealth.diagnose.robust import Baseline, median
 EXCESS = 0.10
 Z_ALARM = 6.0
 FRAMES = 5
+SECONDS = 5.0
+TAKEN_BACK = 2
 REARM_FRAMES = 256
 
 
@@ -26,7 +28,11 @@ class Straggler(Detector):
 
     def __init__(self) -> None:
         self._habit = Baseline(128, least=16, floor=0.01)  # largest excess of any rank, as a share
-        self._recent: deque[tuple[int, int | None, float]] = deque(maxlen=FRAMES)
+        self._rank: int | None = None
+        self._onset = 0
+        self._frames = 0
+        self._seconds = 0.0
+        self._excesses: deque[float] = deque(maxlen=FRAMES)
         self._since = REARM_FRAMES
 
     def update(self, frame: Frame) -> list[Alarm]:
@@ -49,15 +55,23 @@ class Straggler(Detector):
         least = not waits or slowest not in waits or waits[slowest] <= 1.05 * min(waits.values())
         ready = self._habit.ready
         beyond = ready and excess > EXCESS and least and (excess - self._habit.center) > Z_ALARM * self._habit.sigma
-        self._recent.append((frame.step, slowest if beyond else None, excess))
+        seconds = compute[slowest] + waits.get(slowest, 0.0)
         if not beyond:
             self._habit.push(excess)
-            return []
-        named = {rank for _, rank, _ in self._recent}
-        if len(self._recent) < FRAMES or len(named) > 1 or self._since < REARM_FRAMES:
+        if not beyond or slowest != self._rank:
+            self._frames -= TAKEN_BACK
+            self._seconds -= TAKEN_BACK * seconds
+            if self._frames > 0 or not beyond:
+                return []
+            self._rank, self._onset, self._frames, self._seconds = slowest, frame.step, 0, 0.0
+            self._excesses.clear()
+        self._frames += 1
+        self._seconds += seconds
+        self._excesses.append(excess)
+        if self._frames < FRAMES or self._seconds < SECONDS or self._since < REARM_FRAMES:
             return []
         self._since = 0
-        typical = median(sorted(e for _, _, e in self._recent))
+        typical = median(sorted(self._excesses))
         wait = " and it waits least" if waits else ""
         return [
             Alarm(
@@ -66,13 +80,13 @@ class Straggler(Detector):
                 signal="t_forward_s",
                 attempt=frame.attempt,
                 step=frame.step,
-                onset_step=self._recent[0][0],
+                onset_step=self._onset,
                 score=typical / EXCESS,
                 value=compute[slowest],
                 baseline=others,
                 ranks=(slowest,),
                 message=f"rank {slowest} computes {typical:.0%} longer than the others since step "
-                f"{self._recent[0][0]:,}{wait}: it holds them up",
+                f"{self._onset:,}{wait}: it holds them up",
             )
         ]
 

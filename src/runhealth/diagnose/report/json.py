@@ -70,7 +70,7 @@ def finding_json(finding: Finding) -> dict[str, Any]:
         "remedy": {
             "action": finding.remedy.action,
             "reason": finding.remedy.reason,
-            "plan": finding.remedy.plan.to_json() if finding.remedy.plan is not None else None,
+            "plan": clean(finding.remedy.plan.to_json()) if finding.remedy.plan is not None else None,
         },
         "missing": [missing_json(m) for m in finding.missing],
         "details": clean(dict(finding.details)),

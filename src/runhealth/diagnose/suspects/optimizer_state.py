@@ -13,6 +13,7 @@ from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
 LEAD_STEPS = 32
 FACTOR = 2.0
+RECENT_STEPS = 2
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
@@ -26,10 +27,13 @@ def investigate(case: Case) -> Iterator[Evidence]:
         return
     moved = next(((step, v) for step, v in values if v > FACTOR * ratio.center), None)
     if moved is None:
+        recent = last - values[-1][0] <= RECENT_STEPS  # sampled now and then, it may have missed the jump
         worst = max(values, key=lambda p: p[1])
         yield Evidence(
-            claim="the update ratio was flat until the loss moved",
-            weight_nats=VETO_NATS,
+            claim="the update ratio was flat until the loss moved"
+            if recent
+            else f"the update ratio was flat, but last measured {last - values[-1][0]} steps before the loss moved",
+            weight_nats=VETO_NATS if recent else -0.5,
             steps=(first, last - 1),
             value=worst[1],
             baseline=ratio.center,

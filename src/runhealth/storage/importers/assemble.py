@@ -11,7 +11,7 @@ what comes later than that is kept, out of order, and noted.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from runhealth.storage.importers.base import EXTRA, TRAINING, Item, Mark, Row, Tally
@@ -25,6 +25,7 @@ from runhealth.storage.records import (
     StepRecord,
 )
 
+_ENDS = (EventKind.EXCEPTION, EventKind.ATTEMPT_END, "hang", "dead_rank", "out_of_memory")
 _MAX_PENDING_STEPS = 256
 _SETTLE_STEPS = 8  # how long to wait at the start of an attempt for ranks that write late
 _SINGLE_BEFORE_REPEAT = 3
@@ -57,6 +58,46 @@ class Assembler:
         self._started = False
         self._ranks_seen = False
         self._held: list[Mark] = []
+
+    def run(self, items: Iterable[Item]) -> Iterator[Record]:
+        """Yield the records of all items, those that `finish` yields included."""
+        pending, tally, signals = self._pending, self._tally, self._tally.signals
+        shape: tuple[str, ...] = ()
+        for item in items:
+            # Almost every line of almost every log: the next training step of a run that names no ranks.
+            if (
+                isinstance(item, Row)
+                and item.series is TRAINING
+                and not item.ranked
+                and not self._ranks_seen
+                and not self._held
+                and self._started
+                and item.total == self._total
+                and item.attempt == self._label
+                and item.rank == 0
+                and item.step > self._newest
+                and len(pending) == 1
+                and self._newest in pending
+                and len(ranks := pending[self._newest]) == 1
+                and 0 in ranks
+            ):
+                before = self._newest
+                ready = ranks[0]
+                del pending[before]
+                self._flushed = before
+                if shape != (keys := tuple(ready.values)):
+                    shape = keys
+                    signals.update(keys)
+                tally.rows_read += 1
+                tally.rows_kept += 1
+                self._single_steps += 1
+                self._newest = item.step
+                self._last[(0, TRAINING)] = item.step
+                pending[item.step] = {0: _Pending(item.values, item.line, item.ts_ns, {TRAINING})}
+                yield StepRecord(attempt=self._attempt, step=before, rank=0, ts_ns=ready.ts_ns, values=ready.values)
+            else:
+                yield from self.feed(item)
+        yield from self.finish()
 
     def feed(self, item: Item) -> Iterator[Record]:
         """Take one item; yield what is complete."""
@@ -209,7 +250,7 @@ class Assembler:
 
     def _mark(self, mark: Mark) -> Iterator[Record]:
         step = mark.step if mark.step is not None else max(self._newest, self._flushed, 0)
-        if mark.kind in (EventKind.EXCEPTION, EventKind.ATTEMPT_END):
+        if mark.kind in _ENDS:
             yield from self._flush(math.inf)
         elif step > self._newest:
             yield from self._flush(step)
@@ -227,7 +268,7 @@ class Assembler:
         yield RunEvent(
             attempt=self._attempt,
             step=step,
-            rank=0,
+            rank=mark.rank,
             kind=mark.kind,
             message=mark.message,
             data={**mark.data, "line": mark.line},

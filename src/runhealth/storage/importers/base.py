@@ -18,7 +18,7 @@ EVALUATION = "eval"  # rows that repeat a training step, or lag behind it
 EXTRA = "extra"  # rows without any signal of the catalogue: kept, but never the sign of a restart
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Row:
     """The numbers of one line, with names and units of the signal catalogue.
 
@@ -50,6 +50,7 @@ class Mark:
     data: dict[str, object] = field(default_factory=dict)
     path: str | None = None
     status: str | None = None
+    rank: int = 0
 
 
 Item = Row | Mark

@@ -1,6 +1,8 @@
 """Step times from what a log has instead of them, because the mean that a log prints hides the slow step."""
 
-from runhealth.storage.importers.base import TRAINING, Row, Tally
+from collections.abc import Iterable, Iterator
+
+from runhealth.storage.importers.base import TRAINING, Item, Row, Tally
 
 
 class StepClock:
@@ -17,6 +19,14 @@ class StepClock:
         self._last: dict[int, tuple[int, float]] = {}
         self._from_elapsed = False
         self._from_parts = False
+
+    def run(self, items: Iterable[Item]) -> Iterator[Item]:
+        """All items, the rows completed."""
+        for item in items:
+            if isinstance(item, Row):
+                self.feed(item)
+            yield item
+        self.finish()
 
     def feed(self, row: Row) -> None:
         """Complete one row in place."""

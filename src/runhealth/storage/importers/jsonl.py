@@ -18,6 +18,7 @@ from runhealth.storage.records import EventKind
 _DECODER = json.JSONDecoder()
 _SNIFFED_LINES = 40
 _MAX_FAILURES = 8  # a line
+_EVENT_KINDS = frozenset(EventKind)
 
 
 class _Jsonl:
@@ -61,6 +62,14 @@ def _objects(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, dict
         return
     tally = context.tally
     for number, text, _ in iter_lines(stream, tally):
+        if text[:1] == "{" and text[-1:] == "}":
+            try:
+                value, at = _DECODER.raw_decode(text)
+            except (ValueError, RecursionError):
+                at = 0
+            if at == len(text):
+                yield number, value
+                continue
         at, length, failures = 0, len(text), 0
         while at < length:
             at = _skip_blank(text, at)
@@ -102,7 +111,7 @@ def _first_object(line: str) -> dict[str, object] | None:
 def _event(line: int, entry: Mapping[str, object]) -> Mark | None:
     """A line that says what happened and holds no measurement: {"event": "exception", "message": …}."""
     kind = entry.get("event")
-    if not isinstance(kind, str) or "loss" in entry or kind not in set(EventKind):
+    if not isinstance(kind, str) or "loss" in entry or kind not in _EVENT_KINDS:
         return None
     step = entry.get("step")
     message = entry.get("message")

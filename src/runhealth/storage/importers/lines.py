@@ -7,6 +7,7 @@ from typing import BinaryIO
 from runhealth.storage.importers.base import Tally
 
 MAX_LINE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CUT_ANSI = re.compile(r"(?<![\w\x1b])\[(?:\d{1,3}(?:;\d{1,3})*)m")  # the escape character itself was lost
 
@@ -15,25 +16,64 @@ def iter_lines(stream: BinaryIO, tally: Tally) -> Iterator[tuple[int, str, bool]
     """Yield (line number from 1, text without line end, whether it ended with a line end).
 
     A line over 1 MiB is rejected and skipped. Progress bars that write over their own line with carriage returns
-    yield each part under the same number.
+    yield each part under the same number. NUL bytes, which a crashed file system leaves behind, are taken out.
     """
     number = 0
-    while raw := stream.readline(MAX_LINE_BYTES):
-        number += 1
-        if len(raw) >= MAX_LINE_BYTES and not raw.endswith(b"\n"):
+    for block, whole in _blocks(stream):
+        if block is None:
+            number += 1
             tally.reject(number, f"a line of more than {MAX_LINE_BYTES} bytes")
-            while (raw := stream.readline(MAX_LINE_BYTES)) and not raw.endswith(b"\n"):
-                pass
             continue
-        whole = raw.endswith(b"\n")
-        text = raw.decode("utf-8", "replace").rstrip("\r\n")
-        if number == 1:
+        text = block.decode("utf-8", "replace")
+        if number == 0:
             text = text.removeprefix("\ufeff")
-        if "\r" in text:
-            for part in text.split("\r"):
-                yield number, part, whole
+        if "\0" in text:
+            text = text.replace("\0", "")
+            tally.note("the file holds NUL bytes, which were left out")
+        lines = text.split("\n")
+        if whole:
+            del lines[-1]  # what follows the last line end: nothing
+        if "\r" not in text:
+            for line in lines:
+                number += 1
+                yield number, line, whole
+            continue
+        for line in lines:
+            number += 1
+            line = line.rstrip("\r")
+            if "\r" in line:
+                for part in line.split("\r"):
+                    yield number, part, whole
+            else:
+                yield number, line, whole
+
+
+def _blocks(stream: BinaryIO) -> Iterator[tuple[bytes | None, bool]]:
+    """Yield (bytes of whole lines, True), at the end perhaps (a line without its end, False), and (None, True) for a
+    line that is too long."""
+    read = getattr(stream, "read1", stream.read)  # what is there at once: a file that grows is read up to its end
+    rest = b""
+    skipping = False
+    while chunk := read(_CHUNK_BYTES):
+        end = chunk.rfind(b"\n") + 1
+        if not end:
+            if not skipping:
+                rest += chunk
+                if len(rest) >= MAX_LINE_BYTES:
+                    rest, skipping = b"", True
+                    yield None, True
+            continue
+        if skipping:
+            skipping = False
+            start = chunk.find(b"\n") + 1
         else:
-            yield number, text, whole
+            start = 0
+        block = rest + chunk[start:end]
+        rest = chunk[end:]
+        if block:
+            yield block, True
+    if rest and not skipping:
+        yield rest, False
 
 
 def without_ansi(text: str) -> str:
@@ -46,12 +86,10 @@ def without_ansi(text: str) -> str:
 
 
 def looks_binary(head: bytes) -> bool:
-    """Whether this is no text: a NUL byte, or more than a tenth of control or undecodable bytes."""
+    """Whether this is no text: more than a tenth of NUL, control or undecodable bytes."""
     sample = head[:8192]
     if not sample:
         return False
-    if b"\0" in sample:
-        return True
     text = sample.decode("utf-8", "replace")
     odd = sum(1 for c in text if c == "\ufffd" or (c < " " and c not in "\t\n\r\x1b\x08\x0c"))
     return odd > len(text) / 10

@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.shapes import FieldReader
 from runhealth.storage.importers.text import TextRow, read_text
 from runhealth.storage.importers.values import to_number, to_ts_ns
-from runhealth.storage.records import Scalar
 
 _ITERATION = re.compile(r"\biteration\s+(?P<step>\d{1,18})\s*/\s*(?P<total>\d{1,18})\s*\|")
 _VALIDATION = re.compile(
@@ -63,38 +63,44 @@ class _Parser:
     def __init__(self, context: ReadContext) -> None:
         self._tally = context.tally
         self._step: int | None = None
+        self._fields = FieldReader(_places)
+        self._timers = FieldReader(_places)
 
     def __call__(self, line: str, number: int) -> Iterator[TextRow | Mark]:
         if "iteration" in line:
             yield from self._iteration(line, number)
         elif self._step is not None and (match := _TIMERS.match(line)):
-            fields = _fields(match["rest"])
+            fields = self._timers(match["rest"])
             # A timer line belongs to the iteration above it.
             yield TextRow(self._step, {f"{name}_ms": value for name, value in fields.items()}, rank=0)
 
     def _iteration(self, line: str, number: int) -> Iterator[TextRow | Mark]:
-        matches = list(_ITERATION.finditer(line))
-        if len(matches) > 1:
-            self._tally.note(f"line {number} holds {len(matches)} iterations: writers ran into each other")
-        for match, following in zip(matches, [*matches[1:], None], strict=False):
+        match = _ITERATION.search(line)
+        while match is not None:
+            following = _ITERATION.search(line, match.end()) if line.find("/", match.end()) >= 0 else None
             rest = line[match.end() : following.start() if following else None]
-            self._step = int(match["step"])
-            stamp = _STAMP.search(line[: match.start()])
+            self._step = int(match[1])
+            stamp = _STAMP.search(line, 0, match.start()) if match.start() > 12 else None
+            unclosed = not rest.rstrip().endswith("|")
+            if following is not None:
+                self._tally.note(f"line {number} holds several iterations: writers ran into each other")
             yield TextRow(
                 self._step,
-                _fields(rest),
-                rank=0,  # the last rank prints it, for all of them
-                total=int(match["total"]),
-                ts_ns=to_ts_ns(stamp[1]) if stamp else 0,
-                unclosed=not rest.rstrip().endswith("|"),
-                cut=following is not None and not rest.rstrip().endswith("|"),
+                self._fields(rest),
+                False,
+                int(match[2]),
+                0,  # the last rank prints it, for all of them
+                to_ts_ns(stamp[1]) if stamp else 0,
+                unclosed,
+                following is not None and unclosed,
             )
-        if matches:
-            return
+            if following is None:
+                return
+            match = following
         if validation := _VALIDATION.search(line):
             step = int(validation["step"]) if validation["step"] else self._step
             if step is not None:
-                yield TextRow(step, _fields(validation["rest"]), evaluation=True, rank=0)
+                yield TextRow(step, self._fields(validation["rest"]), evaluation=True, rank=0)
         elif saved := _SAVED.search(line):
             path = saved["path"] or f"iteration {saved['step']}"
             yield Mark(line=number, kind="checkpoint", step=int(saved["step"]) + 1, path=path, status="saved")
@@ -105,21 +111,26 @@ class _Parser:
         elif "[Rank " in line:
             for memory in _RANK_MEMORY.finditer(line):
                 # Not a record of its rank: it comes once, and the rank would seem to fall silent after it.
-                sizes: dict[str, object] = {f"{name} (MiB)": value for name, value in _fields(memory["rest"]).items()}
+                sizes: dict[str, object] = {
+                    f"{name} (MiB)": value for name, value in self._fields(memory["rest"]).items()
+                }
                 sizes["rank"] = int(memory["rank"])
                 yield Mark(line=number, kind="rank_memory", step=int(memory["step"]), data=sizes)
 
 
-def _fields(text: str) -> dict[str, Scalar]:
-    found: dict[str, Scalar] = {}
+def _places(text: str) -> list[tuple[str, int, int]]:
+    found: dict[str, tuple[str, int, int]] = {}
+    end = -1
     for part in text.split("|"):
+        end += 1 + len(part)
         name, separator, value = part.rpartition(":")
         if not separator:
             name, separator, value = part.rpartition("=")
-        number = to_number(value)
-        if separator and number is not None and name.strip():
-            found[name.strip()] = number
-    return found
+        name = name.strip()
+        if separator and name and to_number(value) is not None:
+            found.pop(name, None)  # the last one counts
+            found[name] = (name, end - len(value.lstrip()), end - len(value) + len(value.rstrip()))
+    return list(found.values())
 
 
 IMPORTER = _Megatron()

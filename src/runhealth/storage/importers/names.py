@@ -291,10 +291,14 @@ def target_of(name: str) -> tuple[str, float, int] | None:
     return None
 
 
+_Plan = tuple[tuple[str, ...], tuple[tuple[str, float, bool], ...], str]
+
+
 class Names:
     """The mapping of one file: which of its names owns which signal. Bounded: at most `_MAX_NAMES` names are kept."""
 
     _MAX_NAMES = 5000
+    _MAX_PLANS = 256
 
     def __init__(
         self, tally: Tally, mapping: Mapping[str, str] | None = None, table: Mapping[str, str] | None = None
@@ -306,6 +310,7 @@ class Names:
         self._table = dict(table or {})
         self._owner: dict[str, str] = dict(mapping or {})
         self._known: dict[str, tuple[str, float, str, bool]] = {}
+        self._plans: dict[tuple[str, ...], _Plan] = {}
         self.unknown: dict[str, None] = {}
 
     def learn(self, names: Iterable[str]) -> None:
@@ -333,24 +338,36 @@ class Names:
 
     def convert(self, fields: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], str]:
         """The values under their catalogue names and units, and the series that the row belongs to."""
-        known = self._known
-        for name in fields:
-            if name not in known:
-                self.learn(fields)
-                break
-        values: dict[str, Scalar] = {}
-        series = EXTRA
-        for name, value in fields.items():
-            entry = known.get(name)
-            if entry is None:
-                continue
-            out, factor, kind, whole = entry
+        key = tuple(fields)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key)
+        outs, changed, series = plan
+        values = dict(zip(outs, fields.values(), strict=True))
+        for out, factor, whole in changed:
+            value = values[out]
             if factor != 1.0:
-                value = value * factor
+                value *= factor
             values[out] = int(value) if whole and isinstance(value, float) and abs(value) < 2**62 else value
+        values.pop("", None)
+        return values, series
+
+    def _plan(self, key: tuple[str, ...]) -> _Plan:
+        """What to do with rows of these names, remembered for the next ones."""
+        known = self._known
+        if any(name not in known for name in key):
+            self.learn(key)
+        entries = [known.get(name, ("", 1.0, EXTRA, False)) for name in key]
+        series = EXTRA
+        for _, _, kind, _ in entries:
             if kind is TRAINING or (kind is EVALUATION and series is EXTRA):
                 series = kind
-        return values, series
+        changed = tuple((out, factor, whole) for out, factor, _, whole in entries if out and (factor != 1.0 or whole))
+        plan = tuple(out for out, *_ in entries), changed, series
+        if len(self._plans) >= self._MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
 
     def owner(self, signal: str) -> str | None:
         """The file's name of a signal, if any."""

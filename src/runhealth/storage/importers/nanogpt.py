@@ -11,12 +11,13 @@ Lines are matched from their start and need a number where the step is, so sourc
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.names import Names
-from runhealth.storage.importers.text import TextRow, fields_of, read_text
+from runhealth.storage.importers.shapes import FieldReader
+from runhealth.storage.importers.text import TextRow, field_places, fields_of, read_text
 from runhealth.storage.importers.values import NUMBER, to_number
 from runhealth.storage.records import Scalar
 
@@ -32,7 +33,8 @@ _ITER = re.compile(r"iter (?P<step>\d{1,18}): (?=loss )")
 _EVAL = re.compile(rf"step (?P<step>\d{{1,18}}): train loss (?P<train>{NUMBER}), val loss (?P<val>{NUMBER})", re.I)
 _ITER_PART = re.compile(rf"(?P<name>[a-z_]+) (?P<value>{NUMBER})(?P<unit>ms|s|%)?(?=,|\s|\Z)", re.I)
 _TABLE = {"time_ms": "t_step_s", "time_s": "t_step_s", "trl": "loss", "tel": "eval_loss", "norm": "grad_norm"}
-_VALIDATION = ("val_loss", "tel", "val_bpb", "eval")
+_VALIDATION = frozenset({"val_loss", "tel", "val_bpb", "eval"})
+_TRAINED = frozenset({"train_loss", "trl"})
 
 
 class _NanoGPT:
@@ -59,64 +61,78 @@ class _Parser:
 
     def __init__(self) -> None:
         self._step = 0
+        self._colon_fields = FieldReader(field_places)
+        self._llmc_fields = FieldReader(_llmc_places)
+        self._iter_fields = FieldReader(_iter_places)
 
-    def __call__(self, line: str, number: int) -> Iterator[TextRow | Mark]:  # noqa: ARG002
-        if line[:1] == "v" and (match := _LLMC_VAL.match(line)):
-            yield TextRow(self._step, _numbers({"val_loss": match["val"]}), evaluation=True)
-            return
-        for row in _parse(line):
-            self._step = row.step
-            yield row
+    def __call__(self, line: str, number: int) -> Sequence[TextRow | Mark]:  # noqa: ARG002
+        first = line[:1]
+        rows: Sequence[TextRow] = ()
+        if first == "s":
+            rows = self._step_rows(line)
+        elif first == "i" and (match := _ITER.match(line)):
+            rows = (TextRow(int(match[1]), self._iter_fields(line[match.end() :])),)
+        elif first == "v" and (match := _LLMC_VAL.match(line)):
+            return (TextRow(self._step, _numbers({"val_loss": match["val"]}), evaluation=True),)
+        if rows:
+            self._step = rows[-1].step
+        return rows
 
-
-def _parse(line: str) -> Iterator[TextRow]:
-    first = line[:1]
-    if first == "s":
+    def _step_rows(self, line: str) -> Sequence[TextRow]:
         if match := _COLON.match(line):
-            yield from _colon_rows(line, match)
-        elif match := _LLMC_MAIN.match(line):
-            yield _colon_row(line[match.end() :], match, None)
-        elif match := _LLMC.match(line):
-            yield TextRow(int(match["step"]), _llmc_fields(line[match.end() :]), total=int(match["total"]))
-        elif match := _EVAL.match(line):
+            if line.find("step:", match.end()) >= 0:
+                return list(self._several(line, match))
+            return (self._colon_row(line[match.end() :], match, int(match[2])),)
+        if match := _LLMC_MAIN.match(line):
+            return (self._colon_row(line[match.end() :], match, None),)
+        if match := _LLMC.match(line):
+            return (TextRow(int(match[1]), self._llmc_fields(line[match.end() :]), total=int(match[2])),)
+        if match := _EVAL.match(line):
             fields = {"val_loss": match["val"], "eval_train_loss": match["train"]}
-            yield TextRow(int(match["step"]), _numbers(fields), evaluation=True)
-    elif first == "i" and (match := _ITER.match(line)):
-        found = {}
-        for part in _ITER_PART.finditer(line, match.end()):
-            unit = part["unit"]
-            found[f"{part['name']}_{unit}" if unit in ("ms", "s") else part["name"]] = part["value"]
-        yield TextRow(int(match["step"]), _numbers(found))
+            return (TextRow(int(match[1]), _numbers(fields), evaluation=True),)
+        return ()
+
+    def _several(self, line: str, match: re.Match[str]) -> Iterator[TextRow]:
+        """One row, or several where writers ran into the same line."""
+        while True:
+            following = _COLON.search(line, match.end()) if "step:" in line[match.end() :] else None
+            text = line[match.end() : following.start() if following else None]
+            yield self._colon_row(text, match, int(match[2]))
+            if following is None:
+                return
+            match = following
+
+    def _colon_row(self, text: str, match: re.Match[str], total: int | None) -> TextRow:
+        fields = self._colon_fields(text)
+        evaluation = not fields.keys().isdisjoint(_VALIDATION) and fields.keys().isdisjoint(_TRAINED)
+        return TextRow(int(match[1]), fields, evaluation, total)
 
 
-def _colon_rows(line: str, match: re.Match[str]) -> Iterator[TextRow]:
-    """One row, or several where writers ran into the same line."""
-    while True:
-        following = _COLON.search(line, match.end()) if "step:" in line[match.end() :] else None
-        text = line[match.end() : following.start() if following else None]
-        yield _colon_row(text, match, int(match["total"]))
-        if following is None:
-            return
-        match = following
-
-
-def _colon_row(text: str, match: re.Match[str], total: int | None) -> TextRow:
-    fields = fields_of(text)
-    evaluation = any(name in fields for name in _VALIDATION) and not ("train_loss" in fields or "trl" in fields)
-    return TextRow(int(match["step"]), fields, evaluation=evaluation, total=total)
-
-
-def _llmc_fields(text: str) -> dict[str, Scalar]:
-    found: dict[str, str] = {}
+def _llmc_places(text: str) -> list[tuple[str, int, int]]:
+    found: dict[str, tuple[str, int, int]] = {}
+    start = 0
     for part in text.split("|"):
         if match := _LLMC_PART.match(part):
-            found[match["name"].strip()] = match["value"]
+            name = match["name"].strip()
+            found[name] = (name, start + match.start("value"), start + match.end("value"))
             if match["z"]:
-                found[f"{match['name'].strip()}_z"] = match["z"].rstrip("z")
+                end = start + match.start("z") + len(match["z"].rstrip("z"))
+                found[f"{name}_z"] = (f"{name}_z", start + match.start("z"), end)
         elif match := _LLMC_BARE.match(part):
             unit = match["unit"].lower()
-            found["time_ms" if unit == "ms" else "tok/s" if unit == "tok/s" else "mfu"] = match["value"]
-    return _numbers(found)
+            name = "time_ms" if unit == "ms" else "tok/s" if unit == "tok/s" else "mfu"
+            found[name] = (name, start + match.start("value"), start + match.end("value"))
+        start += len(part) + 1
+    return list(found.values())
+
+
+def _iter_places(text: str) -> list[tuple[str, int, int]]:
+    found: dict[str, tuple[str, int, int]] = {}
+    for part in _ITER_PART.finditer(text):
+        unit = part["unit"]
+        name = f"{part['name']}_{unit}" if unit in ("ms", "s") else part["name"]
+        found[name] = (name, part.start("value"), part.end("value"))
+    return list(found.values())
 
 
 def _numbers(found: dict[str, str]) -> dict[str, Scalar]:

@@ -7,7 +7,7 @@ from typing import BinaryIO, cast
 
 from runhealth.storage.errors import NoUsableDataError, UnknownFormatError
 from runhealth.storage.importers.assemble import Assembler
-from runhealth.storage.importers.base import Importer, ReadContext, Row, Tally
+from runhealth.storage.importers.base import Importer, ReadContext, Tally
 from runhealth.storage.importers.clock import StepClock
 from runhealth.storage.importers.lines import looks_binary, without_ansi
 from runhealth.storage.importers.registry import importers
@@ -39,12 +39,8 @@ class ImportedLog:
         tally = self._tally = Tally()
         assembler, clock = Assembler(tally), StepClock(tally)
         with _open(self._path) as stream:
-            for item in self._importer.read(stream, ReadContext(tally=tally, mapping=self._mapping)):
-                if isinstance(item, Row):
-                    clock.feed(item)
-                yield from assembler.feed(item)
-        yield from assembler.finish()
-        clock.finish()
+            items = self._importer.read(stream, ReadContext(tally=tally, mapping=self._mapping))
+            yield from assembler.run(clock.run(items))
         if not tally.signals & _USABLE:
             raise NoUsableDataError(self._nothing_usable(tally))
 

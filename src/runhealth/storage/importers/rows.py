@@ -12,6 +12,8 @@ _MAX_FIELDS = 2000
 _MAX_NAMES = 10_000
 _SHOWN = 12
 
+_MAX_SHAPES = 256
+_Roles = tuple[str, str, str]  # the names of step, rank and time; "" if there is none
 _Places = dict[str, tuple[int, str, object]]  # field: (place in the table, foreign name, value)
 
 
@@ -32,9 +34,58 @@ class RowBuilder:
         self._counting: str | None = None  # "" once a step was seen, else "epoch" or "row"
         self._count = 0
         self._texts: dict[str, None] = {}
+        self._roles: dict[tuple[str, ...], _Roles] = {}
 
     def row(self, line: int, entry: Mapping[str, object]) -> Row | None:
         """A row, or None with the rejection noted."""
+        keys = tuple(entry)
+        roles = self._roles.get(keys)
+        if roles is not None and (quick := self._quick(line, entry, roles)) is not None:
+            return quick
+        row = self._slow(line, entry)
+        if row is not None and roles is None and len(self._roles) < _MAX_SHAPES:
+            self._learn(keys)
+        return row
+
+    def _quick(self, line: int, entry: Mapping[str, object], roles: _Roles) -> Row | None:
+        """The row of an object whose names were met before and whose values are all plain numbers."""
+        numbers: dict[str, Scalar] = {}
+        for name, value in entry.items():
+            kind = type(value)
+            if kind is float:
+                numbers[name] = value  # type: ignore[assignment]
+            elif kind is str or kind is int:
+                number = to_number(value)
+                if number is None:
+                    return None
+                numbers[name] = number
+            else:
+                return None
+        step_name, rank_name, ts_name = roles
+        step = numbers.pop(step_name)
+        rank: Scalar = numbers.pop(rank_name) if rank_name else 0
+        if type(step) is not int or step < 0 or type(rank) is not int or rank < 0:
+            return None
+        ts_ns = 0
+        if ts_name and not (ts_ns := to_ts_ns(numbers.pop(ts_name))):
+            return None
+        values, series = self._names.convert(numbers)
+        return Row(line, step, values, rank, rank_name != "", series, None, None, ts_ns)
+
+    def _learn(self, keys: tuple[str, ...]) -> None:
+        """Remember objects that have one step, at most one rank and time, and no attempt among their names."""
+        roles = {"step": "", "rank": "", "ts": ""}
+        for name in keys:
+            kind = self._kind(name)
+            if kind is None:
+                continue
+            if roles.get(kind[0]) != "":
+                return
+            roles[kind[0]] = name
+        if roles["step"] and self._counting == "":
+            self._roles[keys] = roles["step"], roles["rank"], roles["ts"]
+
+    def _slow(self, line: int, entry: Mapping[str, object]) -> Row | None:
         numbers: dict[str, Scalar] = {}
         places: _Places = {}
         for name, value in _flat(entry):

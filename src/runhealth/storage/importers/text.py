@@ -4,32 +4,28 @@ A format gives one function from a line to a `TextRow`; everything else is done 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from runhealth.storage.importers.base import EVALUATION, TRAINING, Item, Mark, ReadContext, Row, Tally
+from runhealth.storage.importers.failures import FailureReader
 from runhealth.storage.importers.lines import iter_lines, without_ansi
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.shapes import FieldReader
 from runhealth.storage.importers.values import NUMBER, to_number
 from runhealth.storage.records import EventKind, Scalar
 
 _RANK_PREFIX = re.compile(r"\A(?:\[(?:(?:rank|Rank )?(?P<rank>\d{1,6})|default\d+)\]:\s?)+")  # default: a local rank
 # apex and torch.amp style, and DeepSpeed's own; both name the scale that they go to.
-_OVERFLOW = re.compile(
-    rf"(?:Gradient overflow|OVERFLOW!|Overflow detected)"
-    rf".*?(?:reducing (?:loss scale )?to\s*:?\s*(?P<scale>{NUMBER}))?\s*\Z",
-    re.I,
-)
+_OVERFLOW = re.compile(r"gradient overflow|overflow!|overflow detected", re.I)
+_OVERFLOW_RANK = re.compile(r"\brank (\d{1,6})\b", re.I)
+_ATTEMPTED = re.compile(rf"attempted loss scale:\s*({NUMBER})", re.I)
+_NEW_SCALE = re.compile(rf"\b(?:reducing|setting|decreasing) (?:the )?(?:loss scale )?to\s*:?\s*({NUMBER})", re.I)
 _RESUME = re.compile(
     r"\b(?:resum(?:ed|ing)|loaded checkpoint|loading checkpoint)\b.*?\b(?:step|iteration)[\s_=:]*(\d+)", re.I
 )
 _MAX_LINE = 1 << 15
-_TRACEBACK = "Traceback (most recent call last)"
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Fault)\b")
-_TORCHRUN = re.compile(r"\s*(?P<key>rank|exitcode|traceback)\s*:\s*(?P<value>.+?)\s*\Z")
-_CHILD_FAILED = "ChildFailedError"
-_CANCELLED = re.compile(r"slurmstepd: error: \*\*\* .*CANCELLED|received SIGTERM, exiting|DUE TO TIME LIMIT")
 _FIELD = re.compile(
     rf"(?P<name>[A-Za-z_%][\w./%-]{{0,80}})\s*[:=]\s*\[?(?P<value>{NUMBER})"
     r"(?P<unit>ns\b|us\b|ms\b|s\b|GiB\b|MiB\b|KiB\b|GB\b|MB\b)?(?=[\s,;|)\]}(%]|\Z)",
@@ -54,22 +50,29 @@ class TextRow:
 Parse = Callable[[str, int], "Iterable[TextRow | Mark]"]
 
 
+def field_places(text: str) -> list[tuple[str, int, int]]:
+    """The places of all `name:number unit` and `name=number unit` of a text; the unit is appended to the name
+    (`train_time_ms`)."""
+    return [
+        (
+            f"{match['name']}_{match['unit']}" if match["unit"] else match["name"],
+            match.start("value"),
+            match.end("value"),
+        )
+        for match in _FIELD.finditer(text)
+    ]
+
+
 def fields_of(text: str) -> dict[str, Scalar]:
-    """All `name:number unit` and `name=number unit` of a text; the unit is appended to the name (`train_time_ms`)."""
-    found: dict[str, Scalar] = {}
-    for match in _FIELD.finditer(text):
-        value = to_number(match["value"])
-        if value is not None:
-            name = f"{match['name']}_{match['unit']}" if match["unit"] else match["name"]
-            found.setdefault(name, value)
-    return found
+    """The numbers at `field_places`."""
+    return FieldReader(field_places)(text)
 
 
 def read_text(stream: BinaryIO, context: ReadContext, names: Names, parse: Parse) -> Iterator[Item]:
     """Yield the items of a console log. `parse` yields nothing for a line that holds no measurement."""
     tally = context.tally
     state = _State(tally)
-    usual: set[str] = set()
+    usual: dict[str, Scalar] = {}
     others = 0
     for number, raw, whole in iter_lines(stream, tally):
         line = without_ansi(raw)
@@ -95,87 +98,94 @@ def read_text(stream: BinaryIO, context: ReadContext, names: Names, parse: Parse
                 tally.reject(number, f"the line of step {found.step} is torn: {line[-60:]!r}")
                 continue
             if not found.evaluation:
-                usual = set(found.fields)
-            yield from state.before_row(found)
+                usual = found.fields
+            if state.failures.ended:
+                yield from state.before_row(found)
+            state.last_step = found.step
             values, _ = names.convert(found.fields)
-            state.complete(found, values, number)
+            if state.overflowed and not found.evaluation:
+                state.complete(values, number)
             row_rank = found.rank if found.rank is not None else rank
             yield Row(
-                line=number,
-                step=found.step,
-                values=values,
-                rank=row_rank or 0,
-                ranked=row_rank is not None,
-                series=EVALUATION if found.evaluation else TRAINING,
-                total=found.total,
-                ts_ns=found.ts_ns,
+                number,
+                found.step,
+                values,
+                row_rank or 0,
+                rank is not None and found.rank is None,  # else the line speaks for all ranks
+                EVALUATION if found.evaluation else TRAINING,
+                found.total,
+                None,
+                found.ts_ns,
             )
         if not met:
             others += 1
-            yield from state.other_line(line, number)
+            yield from state.other_line(line, number, rank)
     yield from state.finish()
     names.finish()
     if others:
         tally.note(f"{others} lines hold no measurement")
 
 
-def _is_torn(row: TextRow, usual: set[str]) -> bool:
-    return not row.evaluation and bool(usual) and not usual <= row.fields.keys()
+def _is_torn(row: TextRow, usual: Mapping[str, Scalar]) -> bool:
+    return not row.evaluation and bool(usual) and not usual.keys() <= row.fields.keys()
 
 
 class _State:
-    """Overflow lines that belong to the next step, and the last traceback."""
+    """Overflow lines that belong to the next step, and what ended the job."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self._skips = 0
         self._overflows = 0
+        self._skips = 0
+        self._told: set[tuple[int | None, Scalar | None]] = set()
         self._scale: Scalar | None = None
-        self._in_traceback = False
-        self._exception: Mark | None = None
-        self._cancelled: Mark | None = None
-        self._last_step = -1
+        self.failures = FailureReader()
+        self.last_step = -1
 
-    def other_line(self, line: str, number: int) -> Iterator[Item]:
-        line = line[:2000]
-        if self._in_traceback:
-            if line[:1] in (" ", "\t", ""):
-                return
-            self._in_traceback = False
-            # torchrun's own exception comes last and says less than the one of the worker before it.
-            better = self._exception is None or _CHILD_FAILED not in line
-            if better and (_EXCEPTION.match(line) or ": " in line):
-                self._exception = Mark(line=number, kind=EventKind.EXCEPTION, message=line.strip()[:500])
+    @property
+    def overflowed(self) -> bool:
+        """Whether overflows wait for the row that they belong to."""
+        return self._skips > 0 or self._scale is not None
+
+    def other_line(self, line: str, number: int, rank: int | None) -> Iterator[Item]:
+        if ("verflow" in line or "OVERFLOW" in line) and self._overflow(line[:2000], rank):
             return
-        if _TRACEBACK in line:
-            self._in_traceback = True
-        elif "verflow" in line or "OVERFLOW" in line:
-            if match := _OVERFLOW.search(line):
-                self._skips += 1
-                self._overflows += 1
-                scale = to_number(match["scale"]) if match["scale"] else None
-                self._scale = scale if scale is not None else self._scale
-        elif self._exception is not None and (match := _TORCHRUN.match(line)):
-            self._exception.data.setdefault(match["key"], match["value"][:200])
-        elif match := _RESUME.search(line):
-            if (step := int(match[1][:18])) >= 0:
-                yield Mark(line=number, kind=EventKind.RESUME, message=line.strip()[:300], step=step)
-        elif _CANCELLED.search(line):
-            self._cancelled = Mark(line=number, kind=EventKind.ATTEMPT_END, message=line.strip()[:300])
+        if self.failures.feed(line, number, rank):
+            return
+        if ("heckpoint" in line or "esum" in line) and (match := _RESUME.search(line[:2000])):
+            yield Mark(line=number, kind=EventKind.RESUME, message=line.strip()[:300], step=int(match[1][:18]))
+
+    def _overflow(self, line: str, rank: int | None) -> bool:
+        if _OVERFLOW.search(line) is None:
+            return False
+        self._overflows += 1
+        named = _OVERFLOW_RANK.search(line)
+        after = _NEW_SCALE.search(line) or _ATTEMPTED.search(line)
+        scale = to_number(after[1].rstrip(",")) if after else None
+        told = (int(named[1]) if named else rank, scale)
+        # Each rank tells of the same overflow: a further one changes the scale, or a named rank tells it again.
+        known = scale is not None and any(before == scale for _, before in self._told)
+        if not known or (told in self._told and (told[0] is not None or scale == 1)):
+            self._skips += 1
+            self._told.clear()
+        self._told.add(told)
+        self._scale = scale if scale is not None else self._scale
+        return True
 
     def before_row(self, row: TextRow) -> Iterator[Item]:
-        if self._exception is not None:
-            if row.step > self._last_step:
-                self._tally.note(f"training went on after the exception on line {self._exception.line}")
-            else:
-                yield self._exception
-            self._exception = None
-        self._cancelled = None
-        self._last_step = row.step
+        if row.step > self.last_step and self.failures.line and not self.failures.exited:
+            self._tally.note(f"training went on after the exception on line {self.failures.line}")
+            self.failures.take()
+        else:
+            yield from self._ends(self.failures.take())
 
-    def complete(self, row: TextRow, values: dict[str, Scalar], number: int) -> None:
-        if row.evaluation or not (self._skips or self._scale is not None):
-            return
+    @staticmethod
+    def _ends(marks: list[Mark]) -> Iterator[Item]:
+        for mark in marks:
+            if mark.kind != EventKind.ATTEMPT_END:
+                yield mark
+
+    def complete(self, values: dict[str, Scalar], number: int) -> None:
         if self._skips and not values.get("step_skipped"):
             if values.get("step_skipped") == 0:
                 self._tally.note(f"line {number} counts no skipped steps, but overflow lines before it report a skip")
@@ -183,11 +193,9 @@ class _State:
         if self._scale is not None:
             values.setdefault("loss_scale", self._scale)
         self._skips, self._scale = 0, None
+        self._told.clear()
 
     def finish(self) -> Iterator[Item]:
         if self._overflows:
             self._tally.note(f"{self._overflows} lines about overflows: each counts as a skip of the step after it")
-        if self._exception is not None:
-            yield self._exception
-        elif self._cancelled is not None:
-            yield self._cancelled
+        yield from self.failures.take()

@@ -30,6 +30,12 @@ def to_number(value: object) -> Scalar | None:
 def _from_text(text: str) -> Scalar | None:
     if text.isdecimal() and len(text) < 19:
         return int(text)
+    if "." in text and len(text) < _MAX_DIGITS:
+        try:
+            if "_" not in text:
+                return float(text)
+        except ValueError:
+            pass
     text = text.strip()
     if not text or len(text) > _MAX_DIGITS or "_" in text:
         return None
