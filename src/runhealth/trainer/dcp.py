@@ -11,6 +11,7 @@ import pickle
 import time
 import warnings
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -56,10 +57,18 @@ class SaveOutcome:
     error: str = ""
 
 
+def _enum_member(owner: object, name: str) -> Enum:
+    if not (isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__):
+        raise CheckpointError(f".metadata: refers to attribute {name!r} of {owner!r}, which is no enum member; refused")
+    return owner.__members__[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return PurePosixPath  # where the checkpoint was saved; nothing is opened by it
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # some Python releases pickle the member of an enum as getattr(class, name)
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _ALLOWED and not dtype:
             raise CheckpointError(f".metadata: refers to {module}.{name}, which no checkpoint needs; refused")

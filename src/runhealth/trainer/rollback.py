@@ -57,7 +57,7 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
         raise PlanError(f"plan {plan.incident}: {path} belongs to a past that an earlier rollback left behind")
     if (plan.incident, path) in state.applied:
         raise PlanError(
-            f"plan {plan.incident}: a rollback to {path} was already applied for this incident and did not help;"
+            f"plan {plan.incident}: a rollback to {path} was already applied for this incident;"
             " go further back, or repair the cause"
         )
     try:

@@ -169,7 +169,8 @@ class Supervisor:
                 try:
                     target = self._watch(agent)
                 finally:
-                    end_tree(agent.pid, GRACE_S)
+                    if agent.poll() is None:
+                        end_tree(agent.pid, GRACE_S)
                     code = agent.wait()
                     reader.join(timeout=GRACE_S)
             if self._interrupted:
