@@ -8,6 +8,7 @@ Streamlit `diagnose --run 40k-spike` works from the installed package and finds 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "runhealth"
 
 
-def build(target: Path) -> Path:
-    """The wheel, made from a copy of the committed and untracked files, so that no stale build folder gets in."""
+def build(folder: Path) -> Path:
+    """The wheel, built from a copy, so that no stale build folder gets in and none is left behind."""
+    copy = folder / "copy"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(ROOT)],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(copy)],
         check=True,
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    (wheel,) = target.glob("*.whl")
+    (wheel,) = (folder / "dist").glob("*.whl")
     return wheel
 
 
@@ -85,7 +92,7 @@ def _site_packages() -> Path:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wheel = build(folder / "dist")
+        wheel = build(folder)
         check_contents(wheel)
         check_installed(wheel, folder)
 
