@@ -291,9 +291,10 @@ def test_next_command_fits_the_state() -> None:
 
 def test_an_incident_that_a_later_attempt_went_behind_no_longer_leads() -> None:
     healed = finding(attempt=0, onset_step=70)
-    mild = finding(id="b", attempt=1, severity=Severity.INFO, remedy=Remedy(action="none"))
-    shown = verdict(progress(), report(healed, mild), NOW_NS, run="r", store=None)
-    assert shown.finding == mild
+    mild = finding(id="b", attempt=1, severity=Severity.WARNING, remedy=Remedy(action="none"))
+    assert verdict(progress(), report(healed, mild), NOW_NS, run="r", store=None).finding == mild
+    fact = finding(id="c", attempt=1, severity=Severity.INFO, remedy=Remedy(action="none"))
+    assert verdict(progress(), report(fact, healed), NOW_NS, run="r", store=None).finding == healed
     alone = verdict(progress(), report(healed), NOW_NS, run="r", store=None)
     assert (alone.finding, alone.superseded_by, alone.action) == (healed, 1, "diagnose --run r")
     assert "went back behind it" in verdict_html(alone, LIGHT, diagnosing=False)

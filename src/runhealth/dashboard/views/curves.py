@@ -11,7 +11,7 @@ from runhealth.dashboard.views.palette import Palette, Spec
 from runhealth.dashboard.views.text import escape
 from runhealth.dashboard.views.verdict import is_open, superseded_by
 from runhealth.dashboard.window import Span
-from runhealth.diagnose.findings import Finding
+from runhealth.diagnose.findings import Finding, Severity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +203,8 @@ def _marks(
             lines.append({
                 "xAxis": finding.onset_step, "lineStyle": {"color": colour, "type": "dotted" if faint else "solid"},
                 "label": {
-                    "show": index == 0 and position < MOST_LABELS, "formatter": finding.code, "color": colour,
-                    "fontSize": 11, "fontWeight": 600, "distance": 3,
+                    "show": index == 0 and position < MOST_LABELS and finding.severity is not Severity.INFO,
+                    "formatter": finding.code, "color": colour, "fontSize": 11, "fontWeight": 600, "distance": 3,
                 },
             })  # fmt: skip
     lines += [

@@ -70,11 +70,13 @@ def superseded_by(finding: Finding, attempts: Sequence[Attempt]) -> int | None:
 
 
 def ranked(report: Report | None, attempts: Sequence[Attempt]) -> list[Finding]:
-    """Worst first: what still stands, severity, then the one that began first."""
+    """Worst first: trouble that still stands, trouble that a later attempt went back behind, plain facts; within these
+    by severity, then the one that began first."""
     findings = report.findings if report is not None else ()
 
-    def order(f: Finding) -> tuple[bool, int, int, int, str]:
-        return superseded_by(f, attempts) is not None, -f.severity.level, f.attempt, f.onset_step, f.code
+    def order(f: Finding) -> tuple[bool, bool, int, int, int, str]:
+        fact = f.severity is Severity.INFO
+        return fact, superseded_by(f, attempts) is not None, -f.severity.level, f.attempt, f.onset_step, f.code
 
     return sorted(findings, key=order)
 
