@@ -28,10 +28,10 @@ from runhealth.storage.reader import RunReader
 from runhealth.storage.records import BatchRecord, LayerSample, Record, StepRecord
 from runhealth.storage.store import Store
 
-RANKS = 2
+CREW = ("writer-0", "writer-1", "publisher", "publisher-2", "reader")
 ACK = struct.Struct("<iiq")
-PART_BYTES = 400_000  # small, so that parts are made all the time
-SEGMENT_BYTES = 60_000
+PART_BYTES = 150_000  # small, so that parts are made all the time
+SEGMENT_BYTES = 40_000
 KINDS = 4  # records of one step
 
 
@@ -72,9 +72,10 @@ def check(records: Iterable[Record]) -> tuple[dict[tuple[int, int, int], int], i
 
 
 def write(attempt_dir: str, rank: int, acknowledged: str, pause_s: float) -> None:
-    with open(acknowledged, "ab", buffering=0) as acks, RankLog.create(
-        attempt_dir, rank, segment_bytes=SEGMENT_BYTES
-    ) as log:
+    with (
+        open(acknowledged, "ab", buffering=0) as acks,
+        RankLog.create(attempt_dir, rank, segment_bytes=SEGMENT_BYTES) as log,
+    ):
         step = 0
         while True:
             log.append(make(log.attempt, rank, step))
@@ -87,10 +88,10 @@ def publish(run_path: str) -> None:
     publisher = Publisher(run_path, part_bytes=PART_BYTES, retention_s=3.0)
     while True:
         try:
-            publisher.publish(wait_s=1.0)
+            publisher.publish(wait_s=10.0)
         except StoreError as error:
             print(f"publisher: {error}", file=sys.stderr, flush=True)
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def read(run_path: str, found: str) -> None:
@@ -125,8 +126,8 @@ class Crew:
         self.found = f"{root}/found"
         self._pause_s = pause_s
         self._starts = 0
-        self.errors = open(f"{root}/errors", "a+")
-        self.people = {name: self._start(name) for name in ("writer-0", "writer-1", "publisher", "publisher-2", "reader")}
+        self.errors = Path(f"{root}/errors").open("a")  # noqa: SIM115 - closed by end()
+        self.people = {name: self._start(name) for name in CREW}
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
         self._starts += 1
@@ -179,7 +180,11 @@ def main() -> None:
         crew = Crew(root, args.pause_s)
         kills = dict.fromkeys(crew.people, 0)
         try:
-            time.sleep(2.0)
+            deadline = time.monotonic() + 60
+            while not (Path(crew.found).exists() and Path(crew.run.path, "run.duckdb").exists()):
+                if time.monotonic() > deadline:
+                    raise SystemExit("publisher or reader did not begin")
+                time.sleep(0.05)
             for _ in range(args.kills):
                 time.sleep(rng.uniform(0.2, 2.8))
                 victim = rng.choice(list(kills))

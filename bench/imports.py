@@ -1,7 +1,7 @@
 """How long a foreign log takes to a verdict, as a whole process, and how much of it is reading.
 
 Generated logs: a million lines like nanoGPT's and like Megatron's, 200 MB of JSONL, and 40,000 steps. For each: wall
-and CPU seconds and the peak resident memory of `diagnose PATH --format json`, and the same of reading alone. Other tools
+and CPU seconds and the peak resident memory of `diagnose PATH --format json`, and the same of reading alone. Others
 run on the same files if their executables are given. Prints one JSON line:
 
     OMP_NUM_THREADS=1 python bench/imports.py [--scale 0.1] [--other "runmedic diagnose" --other "losslint check"]

@@ -1,7 +1,9 @@
 """The command: exit codes, streams, bad input, start-up, rollback from end to end short of training."""
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runhealth.diagnose import apply as applying
-from runhealth.diagnose import port, rollback_cli
+from runhealth.diagnose import opening, port, rollback_cli
 from runhealth.diagnose.cli import main
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.ranklog import RankLog
@@ -137,8 +139,13 @@ def test_a_clean_run_exits_0_and_fail_on_moves_the_bar(store, log, capsys):
         ["rollback"],
         ["rollback", "plan"],
         ["watch"],
-        ["explain"],
         ["explain", "RH999"],
+        ["watch", "--run", "a", "b.log"],
+        ["import", "b.log"],
+        ["--run", "a", "--map", "loss=ce"],
+        ["b.log", "--map", "loss"],
+        ["b.log", "--map", "los=ce"],
+        ["b.log", "--map", "loss=a", "--map", "loss=b"],
         ["doctor"],
         ["--run", "a", "--at", "5", "--window", "0"],
     ],
@@ -180,23 +187,44 @@ def test_several_files_take_the_worst_exit_code(log, capsys):
     capsys.readouterr()
     assert main([good, good, "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main([good, "/nowhere/at/all.log", "--format", "json"]) == 3
+    assert isinstance(json.loads(capsys.readouterr().out), list)
 
 
-def test_an_internal_error_exits_70(monkeypatch, store, capsys):
-    def explode(*_args, **_kwargs):
-        raise ZeroDivisionError("on purpose")
+def broken_plugin(folder):
+    """An installed package whose suspect is none: what the user has installed breaks the command."""
+    info = folder / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[runhealth.suspects]\nbroken = broken_suspect:NOTHING\n")
+    (folder / "broken_suspect.py").write_text("NOTHING = 3\n")
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
-    monkeypatch.setattr("runhealth.diagnose.service.diagnose", explode)
-    assert main(["--run", "clean", "--store", store]) == 70
-    assert "this is a bug" in capsys.readouterr().err
+
+def test_an_internal_error_exits_70_with_one_line(store, tmp_path):
+    environment = broken_plugin(tmp_path)
+    done = run_cli("--run", "clean", "--store", store, env=environment)
+    assert done.returncode == 70
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "internal error" in line
+    assert "expected SUSPECT to be a Suspect" in line
+    assert "RUNHEALTH_TRACEBACK=FILE" in line
+    kept = tmp_path / "trace.txt"
+    done = run_cli("--run", "clean", "--store", store, env={**environment, "RUNHEALTH_TRACEBACK": str(kept)})
+    assert done.returncode == 70
+    assert str(kept) in done.stderr
+    assert "Traceback" in kept.read_text()
 
 
-def test_interrupted_exits_130(monkeypatch, store):
-    def interrupt(*_args, **_kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("runhealth.diagnose.service.diagnose", interrupt)
-    assert main(["--run", "clean", "--store", store]) == 130
+def test_interrupted_exits_130(store):
+    command = [sys.executable, "-m", "runhealth.diagnose.cli", "watch", "--run", "spiked", "--store", store]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert "RH101" in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=60)
+    assert watching.returncode == 130
+    assert err == "interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_error(store):
@@ -206,6 +234,7 @@ def test_a_reader_that_goes_away_is_no_error(store):
     )
     assert done.stderr == ""
     assert done.stdout.startswith("{")
+    assert done.returncode == 1  # what was found is not lost with the reader
 
 
 def test_a_latin_1_terminal_gets_ascii(store):
@@ -219,6 +248,109 @@ def test_output_goes_to_a_file(store, tmp_path, capsys):
     assert main(["--run", "spiked", "--store", store, "--format", "markdown", "-o", str(target)]) == 1
     assert capsys.readouterr().out == ""
     assert "bad_shard" in target.read_text().replace("\\", "")
+
+
+def test_output_replaces_a_file_at_once_and_never_a_device_or_a_link(store, tmp_path, capsys):
+    target, link = tmp_path / "report.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    assert main(["--run", "clean", "--store", store, "-o", str(link)]) == 0
+    assert "nothing at warning" in target.read_text()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.txt", "report.txt"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert main(["--run", "clean", "--store", store, "-o", str(pipe)]) == 0
+    assert "nothing at warning" in reader.communicate(timeout=60)[0]
+    assert pipe.is_fifo()
+    capsys.readouterr()
+
+
+def test_an_output_that_cannot_be_written_exits_2_and_says_why(store, tmp_path, capsys):
+    assert main(["--run", "clean", "--store", store, "-o", str(tmp_path / "none" / "r.txt")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["--run", "clean", "--store", store, "-o", str(tmp_path)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_stdout_exits_2(store):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "runhealth.diagnose.cli", "--run", "clean", "--store", store],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "cannot write to stdout" in done.stderr
+
+
+def test_a_mapping_names_the_loss_of_a_log(log, capsys):
+    rows = [{"step": row["step"], "train/ce": row["loss"], "aux_loss": 9.0} for row in healthy_rows()]
+    rows[150]["train/ce"] = float("nan")
+    path = log(rows)
+    main([path, "--map", "loss=train/ce", "--format", "json"])
+    report = json.loads(capsys.readouterr().out)
+    assert "loss" in report["run"]["signals"]
+    assert any(f["kind"] == "non_finite" and f["onset_step"] == 150 for f in report["findings"])
+    with pytest.raises(SystemExit):
+        main([path, "--map", "train/ce=loss"])
+    assert "did you mean loss=train/ce?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([path, "--map", "grad_nrm=x"])
+    assert "grad_norm" in capsys.readouterr().err
+
+
+def test_import_makes_a_run_and_twice_is_once(log, tmp_path, capsys):
+    rows = healthy_rows()
+    for row in rows[150:]:
+        row["loss"] += 3.0
+    path, root = log(rows), str(tmp_path / "runs")
+    assert main(["import", path, "--name", "theirs", "--store", root]) == 0
+    database = tmp_path / "runs" / "theirs" / "run.duckdb"
+    before = database.stat().st_mtime_ns
+    assert main(["import", path, "--name", "theirs", "--store", root]) == 0
+    assert database.stat().st_mtime_ns == before
+    capsys.readouterr()
+    assert main(["--run", "theirs", "--store", root, "--format", "json"]) == 1
+    imported = json.loads(capsys.readouterr().out)["findings"]
+    main([path, "--format", "json"])
+    read = json.loads(capsys.readouterr().out)["findings"]
+    assert [(f["kind"], f["onset_step"]) for f in imported] == [(f["kind"], f["onset_step"]) for f in read]
+    other = log(healthy_rows(), "other.jsonl")
+    with pytest.raises(SystemExit) as stop:
+        main(["import", other, "--name", "theirs", "--store", root])
+    assert stop.value.code == 2
+    assert main(["import", "/nowhere/at/all.log", "--name", "n", "--store", root]) == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_on_a_terminal_after_a_second(monkeypatch, list_source, records_of):
+    source = list_source(records_of(seed=150) * 4)
+    ticks = iter(range(10_000))
+    shown = Terminal()
+    progress = opening.Progress(source, shown, clock=lambda: next(ticks) * 0.6)
+    assert sum(1 for _ in progress.records()) == len(list(source.records()))
+    assert "records, step" in shown.getvalue()
+    assert shown.getvalue().endswith("\r")  # nothing of it stays
+    quick = Terminal()
+    list(opening.Progress(source, quick, clock=lambda: 0.0).records())
+    assert quick.getvalue() == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert opening.with_progress(source) is source
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert isinstance(opening.with_progress(source), opening.Progress)
 
 
 def test_help_and_a_diagnosis_import_no_torch_and_help_nothing_heavy(store):
@@ -238,27 +370,44 @@ def test_a_run_folder_is_a_path_too(store, capsys):
     assert json.loads(capsys.readouterr().out)["run"]["format"] == "runhealth"
 
 
-def test_explain_and_doctor(store, log, capsys):
+def test_explain(capsys):
     assert main(["explain", "rh101"]) == 0
     assert "loss_spike" in capsys.readouterr().out
-    assert main(["doctor", log(healthy_rows())]) == 0
+    assert main(["explain", "fp-overflow"]) == 0
     out = capsys.readouterr().out
-    assert "bad_shard: cannot look" in out
-    assert "grad_norm: bursts of gradient" in out
+    assert "RH107 fp_overflow" in out
+    assert "suspect fp_overflow" in out
+    assert main(["explain"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("RH602", "checkpoint_slow", "bad_shard"))
+    with pytest.raises(SystemExit):
+        main(["explain", "bad_shad"])
+    assert "did you mean bad_shard" in capsys.readouterr().err
+
+
+def test_doctor_says_how_completely_each_signal_is_there(store, log, tmp_path, capsys):
+    rows = healthy_rows()
+    for row in rows[::4]:
+        row["grad_norm"] = 1.0
+    assert main(["doctor", log(rows), "--format", "json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert {s["signal"]: s["share_of_steps"] for s in seen["signals"]} == {"loss": 1.0, "grad_norm": 0.25}
+    assert {"signal": "lr", "would_tell": "a schedule that jumped, or was not restored"} in seen["missing"]
+    looks = {s["suspect"]: s["can_look"] for s in seen["suspects"]}
+    assert (looks["bad_shard"], looks["benign"]) == (False, True)
+    assert next(k for k in seen["kinds"] if k["kind"] == "loss_scale_collapse")["needs"] == "loss_scale"
+    assert main(["doctor", "--run", "spiked", "--store", store, "--format", "json"]) == 0
+    signals = {s["signal"]: s for s in json.loads(capsys.readouterr().out)["signals"]}
+    assert signals["grad_norm"]["ranks"] == [0]
+    assert signals["grad_norm_rank"]["ranks"] == [0, 1]
+    assert signals["layer.amax"]["share_of_steps"] == pytest.approx(0.1, abs=0.01)
     assert main(["doctor", "--run", "spiked", "--store", store]) == 0
-    assert "layer.overflow_count" in capsys.readouterr().out
-
-
-def test_watch_once_fires_the_hook(store, tmp_path, capsys):
-    target = tmp_path / "hook.json"
-    hook = f"cat > {target}; test $RUNHEALTH_CODE = RH101"
-    assert main(["watch", "--run", "spiked", "--store", store, "--once", "--hook", hook]) == 1
-    out, err = capsys.readouterr()
-    assert "RH101 new" in out
-    assert err == ""
-    assert json.loads(target.read_text())["verdict"] == "bad_shard"
-    assert main(["watch", "--run", "spiked", "--store", store, "--once", "--hook", "exit 3"]) == 1
-    assert "exit code 3" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "all ranks" in out
+    assert "loss_scale_collapse: needs loss_scale" in out
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert main(["doctor", str(empty)]) == 3
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from importlib import resources
 
 import jsonschema
@@ -11,8 +12,8 @@ from runhealth.diagnose.codes import CODES
 from runhealth.diagnose.explain import EXPLANATIONS, explain
 from runhealth.diagnose.findings import Severity
 from runhealth.diagnose.report import json as json_report
-from runhealth.diagnose.report import markdown, text
-from runhealth.diagnose.report.plain import Style, safe
+from runhealth.diagnose.report import markdown, text, words
+from runhealth.diagnose.report.plain import GLUE, Style, cells, readable, safe
 from runhealth.diagnose.service import diagnose
 from runhealth.storage.records import StepRecord
 
@@ -62,7 +63,7 @@ def test_text_fits_a_screen_and_says_what_matters(source_of):
     lines = shown.splitlines()
     assert len(lines) <= 24
     assert max(len(line) for line in lines) <= 140
-    for words in (
+    for said in (
         "RH101",
         "onset 300",
         "bad shard",
@@ -73,8 +74,76 @@ def test_text_fits_a_screen_and_says_what_matters(source_of):
         "diagnose rollback plan --run made",
         "checkpoint 250",
     ):
-        assert words in shown
+        assert said in shown
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 118])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_no_line_is_wider_than_the_terminal(source_of, width, cause):
+    report = diagnose(source_of(cause=cause, seed=141))
+    for style in (Style(width=width), Style(width=width, unicode=False)):
+        shown = text.render(report, style, now_ns=report.last_ts_ns + 10**9)
+        assert max(cells(line) for line in shown.splitlines()) <= width
+        if width >= 80:
+            assert len(shown.splitlines()) <= 32
+            plan = "diagnose rollback plan --run made"
+            assert plan not in shown.replace("\n", " ") or plan in shown  # a command is never broken
+
+
+def test_a_long_or_wide_name_fits_too(list_source, records_of):
+    for name in ("x" * 300, "模型" * 80, "a b " * 60):
+        report = diagnose(list_source(records_of(cause="bad_shard", seed=141), name=name))
+        shown = text.render(report, Style(width=80))
+        assert max(cells(line) for line in shown.splitlines()) <= 80
+
+
+def test_minor_findings_fold_beside_a_loud_one_and_show_alone(source_of):
+    loud = diagnose(source_of(cause="bad_shard", seed=141))
+    minor = tuple(
+        replace(loud.findings[0], severity=Severity.INFO, kind=kind, id=kind, suspects=(), count=count)
+        for kind, count in (("slow_step", 795), ("restart", 1))
+    )
+    both = text.render(replace(loud, findings=(loud.findings[0], *minor)), PLAIN)
+    assert "and 2 minor notes: slow step (795 times), restart; all of them: diagnose --run made --format json" in both
+    alone = text.render(replace(loud, findings=minor), PLAIN)
+    assert "nothing at warning or above" in alone
+    assert "minor note" not in alone
+    assert sum("slow step" in line for line in alone.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("amax was 3.4e+02 x the one", "amax was 340 x the one"),
+        ("ratio 1.938245 against 1.42108", "ratio 1.938 against 1.421"),
+        ("steps take 0.0835 s since", "steps take 83.5 ms since"),
+        ("took 0.00004 s", "took 40 us"),
+        ("took 12.34567 s", "took 12.35 s"),
+        ("+1.03e+10 nats", "+1.03e10 nats"),
+        ("lr 3e-05 at step 4,128", "lr 3e-5 at step 4,128"),
+        ("blocks.0.qkv v1.2345.6 10.0.0.1 a/1.23456 x1.23456", "blocks.0.qkv v1.2345.6 10.0.0.1 a/1.23456 x1.23456"),
+        ("65536 and 12345.678", "65536 and 12,346"),
+    ],
+)
+def test_numbers_are_readable(said, shown):
+    assert readable(said).replace(GLUE, " ") == shown
+
+
+def test_columns_set_the_width(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert Style.of(stream).width == 118
+    for said, width in (("80", 80), ("10", 40), ("500", 118), ("x", 118)):
+        monkeypatch.setenv("COLUMNS", said)
+        assert Style.of(stream).width == width
+
+
+def test_what_a_finding_of_each_kind_is_called():
+    assert set(words.NAMES) <= set(CODES)
+    names = [words.kind_name(kind) for kind in CODES]
+    assert len(set(names)) == len(names)
+    assert not any("_" in name for name in names)
 
 
 def test_a_clean_run_says_so(source_of):

@@ -296,6 +296,39 @@ def test_a_store_on_another_file_system_can_be_read(three_logs: list[Record], ru
         memory.rm("/bucket", recursive=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_opens_the_run_anew(log_for: LogFor, run: RunInfo) -> None:
+    log = log_for()
+    log.append([step(0)])
+    reader = open_run(run)
+    assert reader.sql("SELECT count(*) FROM steps").item() == 1
+    before = reader._view
+    log.append([step(1)])
+    real, reader._pid = reader._pid, -1  # as a child finds it; a real fork of a process with threads may hang
+    assert reader.sql("SELECT count(*) FROM steps").item() == 2
+    assert reader._view is not before
+    assert reader._pid == real
+    log.close()
+    if before is not None:
+        before.close()
+
+
+def test_a_run_that_cannot_be_written_can_be_read(three_logs: list[Record], run: RunInfo) -> None:
+    Publisher(run.path).publish(seal=True)
+    folders = [Path(run.path), *(path for path in Path(run.path).rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        before = sorted(Path(run.path).rglob("*"))
+        reader = open_run(run)
+        assert list(reader.records()) == three_logs
+        assert reader.sql("SELECT count(*) FROM steps").item() == 13
+        assert sorted(Path(run.path).rglob("*")) == before  # also where permissions do not bind, as for root
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
 def test_no_scratch_folder_is_left(three_logs: list[Record], run: RunInfo, tmp_path: Path, monkeypatch) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -72,6 +72,28 @@ def test_runs_are_listed_oldest_first_and_damage_is_shown(store: Store) -> None:
     assert str(broken / "run.json") in runs["broken"].problem
 
 
+def test_a_long_list_is_remembered_and_never_stale(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(30):
+        store.create_run(f"r{number:02d}", {"n": number})
+    first = store.runs()
+    index = Path(store.root) / ".index.json"
+    assert index.exists()
+    reads: list[str] = []
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **kw: reads.append(str(self)) or real(self, **kw))
+    assert Store(store.root).runs() == first
+    assert not any(store.root in read for read in reads)
+    body = json.loads((Path(store.root) / "r03" / "run.json").read_bytes())
+    (Path(store.root) / "r03" / "run.json").write_text(json.dumps({**body, "config": {"n": "changed"}}))
+    (Path(store.root) / "r04" / "run.json").write_text("{")
+    changed = {run.name: run for run in Store(store.root).runs() if not run.bundled}
+    assert changed["r03"].config == {"n": "changed"}
+    assert changed["r04"].problem
+    for broken in ("", "[]", '{"format_version": 1, "runs": {"r00": 5}}'):
+        index.write_text(broken)
+        assert len([run for run in Store(store.root).runs() if not run.bundled]) == 30
+
+
 def test_bundled_runs_come_last_and_hide_nothing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Store(str(tmp_path / "package" / "bundled"))
     for name in ("40k-spike", "shared-name"):

@@ -23,6 +23,9 @@ SIGMA_FLOORS: Mapping[str, float] = {
 Z_EXTENT = 4.0  # for the extent of bad data around an outlier
 Z_OUTLIER = 6.0  # for an outlier that stands by itself
 RELEARN_BATCHES = 512
+WINDOW_BATCHES = 512
+EVERY_BATCHES = 64  # batches between two computations of a habit
+_FLOORS = tuple(SIGMA_FLOORS.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,45 +55,73 @@ class BatchOutlier:
         return max(self.deviations, key=lambda d: abs(d.z), default=None)
 
 
+class _Habit:
+    """Median and sigma of one statistic, and the range within which a value is no deviation."""
+
+    __slots__ = ("baseline", "high", "low", "outlying")
+
+    def __init__(self, floor: float) -> None:
+        self.baseline = Baseline(WINDOW_BATCHES, least=16, every=EVERY_BATCHES, floor=floor, floor_share=0.005)
+        self.low = self.high = math.nan  # NaN: look closely
+        self.outlying = 0
+
+    def look(self) -> None:
+        baseline = self.baseline
+        center, extent = baseline.center, Z_EXTENT * baseline.sigma
+        settled = len(baseline.values) >= 2 * baseline.least
+        self.low, self.high = (center - extent, center + extent) if settled else (math.nan, math.nan)
+
+
 class BatchHabit:
     """Judges the batches of each frame against those before."""
 
     def __init__(self) -> None:
-        self._habits: dict[str, Baseline] = {}
-        self._outlying: dict[str, int] = {}
+        self._habits: dict[str, _Habit] = {}
 
     def judge(self, batches: Iterable[BatchRecord]) -> tuple[BatchOutlier, ...]:
         found = []
+        habits = self._habits
         for batch in batches:
             deviations: list[Deviation] = []
-            for signal, floor in SIGMA_FLOORS.items():
-                value = batch.values.get(signal)
-                if value is None or not math.isfinite(value):
+            values = batch.values
+            for signal, floor in _FLOORS:
+                value = values.get(signal)
+                if value is None:
                     continue
-                habit = self._habits.get(signal)
+                habit = habits.get(signal)
                 if habit is None:
-                    habit = self._habits[signal] = Baseline(512, least=16, every=64, floor=floor, floor_share=0.005)
-                if not habit.ready:
-                    habit.push(value)
-                    continue
-                z = habit.z(value)
-                if abs(z) >= Z_EXTENT:
-                    deviations.append(Deviation(signal=signal, value=float(value), baseline=habit.center, z=z))
-                if abs(z) < Z_OUTLIER:
-                    habit.push(value)
-                    self._outlying[signal] = 0
-                else:
-                    self._outlying[signal] = self._outlying.get(signal, 0) + 1
-                    if self._outlying[signal] >= RELEARN_BATCHES:
-                        del self._habits[signal]
-            mismatch = (
-                batch.shard_hash is not None
-                and batch.manifest_hash is not None
-                and batch.shard_hash != batch.manifest_hash
-            )
+                    habit = habits[signal] = _Habit(floor)
+                if habit.low < value < habit.high and habit.baseline.since < EVERY_BATCHES:
+                    habit.baseline.push(value)
+                    habit.outlying = 0
+                elif math.isfinite(value):
+                    deviation = self._closely(signal, habit, value)
+                    if deviation is not None:
+                        deviations.append(deviation)
+            shard_hash = batch.shard_hash
+            mismatch = shard_hash != batch.manifest_hash and shard_hash is not None and batch.manifest_hash is not None
             if deviations or mismatch:
                 found.append(BatchOutlier(batch=batch, deviations=tuple(deviations), hash_mismatch=mismatch))
         return tuple(found)
+
+    def _closely(self, signal: str, habit: _Habit, value: float) -> Deviation | None:
+        baseline = habit.baseline
+        if not baseline.ready:
+            baseline.push(value)
+            return None
+        z = baseline.z(value)
+        habit.look()
+        deviation = None
+        if abs(z) >= Z_EXTENT:
+            deviation = Deviation(signal=signal, value=float(value), baseline=baseline.center, z=z)
+        if abs(z) < Z_OUTLIER:
+            baseline.push(value)
+            habit.outlying = 0
+        else:
+            habit.outlying += 1
+            if habit.outlying >= RELEARN_BATCHES:
+                del self._habits[signal]
+        return deviation
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))

@@ -12,25 +12,18 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from runhealth import __version__
-from runhealth.storage.errors import AmbiguousRunError, NoUsableDataError, RunhealthError, RunNotFoundError
+from runhealth.diagnose import parsers
+from runhealth.diagnose.report.output import OutputError, let_go_of_stdout, write_output
+from runhealth.storage.errors import ConfigError, RunhealthError
+
+if TYPE_CHECKING:
+    from runhealth.diagnose.findings import Report
+    from runhealth.storage.source import RecordSource
 
 EXIT_OK, EXIT_FINDINGS, EXIT_USAGE, EXIT_NO_DATA, EXIT_PARTLY, EXIT_INTERNAL, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 70, 130
-FORMATS = ("text", "json", "markdown")
-SEVERITIES = ("info", "warning", "error")
-
-_OVERVIEW = """\
-other commands (each has --help):
-  diagnose watch --run R              follow a live run, fire a hook on findings
-  diagnose rollback plan --run R      where to go back to, what to skip and repair
-  diagnose rollback apply --run R     hand the plan to the trainer
-  diagnose explain CODE               what a code means and what to do
-  diagnose doctor PATH|--run R        which signals are there, what each missing one would tell
-
-exit codes: 0 nothing at or above --fail-on, 1 findings, 2 usage, 3 not found or no usable data,
-            4 readable in part, no finding, 70 internal error, 130 interrupted
-"""
+TRACEBACK_FILE = "RUNHEALTH_TRACEBACK"  # environment: where the traceback of an internal error goes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,26 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        return _broken_pipe()
+        let_go_of_stdout()
+        return EXIT_OK
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (RunNotFoundError, AmbiguousRunError, NoUsableDataError) as error:
-        return _fail(error, EXIT_NO_DATA)
-    except FileNotFoundError as error:
-        return _fail(error, EXIT_NO_DATA)
-    except RunhealthError as error:
+    except OutputError as error:
+        return _fail(error, EXIT_USAGE)
+    except (RunhealthError, FileNotFoundError) as error:
         return _fail(error, EXIT_NO_DATA)
     except Exception as error:  # noqa: BLE001 - the contract has an exit code for what nobody foresaw
         return _internal(error)
 
 
 def _dispatch(arguments: list[str]) -> int:
+    from runhealth.diagnose import completion
+
+    if arguments[:1] == [completion.CALLBACK]:
+        found = completion.candidates(arguments[1:])
+        write_output("".join(f"{word}\n" for word in found), None)
+        return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         "watch": _watch,
         "rollback": _rollback,
         "explain": _explain,
         "doctor": _doctor,
+        "import": _import,
     }
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
@@ -71,26 +70,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _diagnose(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="diagnose",
-        description="Say what went wrong with a training run, why, and what to do.",
-        epilog=_OVERVIEW,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="someone else's log file or folder; format is detected"
-    )
-    _add_run(parser)
-    parser.add_argument("--format", choices=FORMATS, default="text", help="default: text")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report there instead of stdout")
-    parser.add_argument("--at", type=int, metavar="STEP", help="judge only the stretch around this step")
-    parser.add_argument("--window", type=int, metavar="N", help="length of that stretch in steps (default: 500)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="this attempt only")
-    parser.add_argument(
-        "--fail-on", choices=SEVERITIES, default="warning", help="exit 1 from here on (default: warning)"
-    )
-    parser.add_argument("--version", action="version", version=f"diagnose {__version__}")
+    parser = parsers.main_parser()
     args = parser.parse_args(arguments)
+    if args.completion:
+        from runhealth.diagnose.completion import script
+
+        write_output(script(args.completion), None)
+        return EXIT_OK
     if bool(args.run) == bool(args.paths):
         parser.error("expected either --run NAME or a PATH")
     if args.window is not None and (args.at is None or args.window < 1):
@@ -99,16 +85,21 @@ def _diagnose(arguments: list[str]) -> int:
     if args.at is not None:
         half = (args.window or 500) // 2
         window = (args.at - half, args.at + half)
+    mapping = _mapping(parser, args)
+    from runhealth.diagnose import opening
+
     if args.run:
-        openers = [partial(_open_run, args.run, args.store)]
+        openers = [partial(opening.open_run, args.run, args.store)]
     else:
-        openers = [partial(_open_path, path) for path in args.paths]
+        openers = [partial(opening.open_path, path, mapping) for path in args.paths]
     return _report_all(openers, args, window)
 
 
 def _report_all(
-    openers: Sequence[Callable[[], object]], args: argparse.Namespace, window: tuple[int, int] | None
+    openers: Sequence[Callable[[], "RecordSource"]], args: argparse.Namespace, window: tuple[int, int] | None
 ) -> int:
+    from runhealth.diagnose.opening import close, with_progress
+    from runhealth.diagnose.report.forms import render
     from runhealth.diagnose.service import diagnose
 
     reports, codes = [], []
@@ -116,9 +107,9 @@ def _report_all(
         try:
             source = opener()
             try:
-                report = diagnose(source, window=window, attempt=args.attempt)  # type: ignore[arg-type]
+                report = diagnose(with_progress(source), window=window, attempt=args.attempt)
             finally:
-                _close(source)
+                close(source)
         except (RunhealthError, OSError) as error:
             if len(openers) == 1:
                 raise
@@ -127,35 +118,15 @@ def _report_all(
         reports.append(report)
         codes.append(_exit_code(report, args.fail_on))
     if reports:
-        _write(_render(reports, args.format, args.output), args.output)
+        several = len(openers) > 1
+        write_output(render(reports, args.format, several=several, to_file=args.output is not None), args.output)
     order = (EXIT_FINDINGS, EXIT_NO_DATA, EXIT_PARTLY, EXIT_OK)
     return next(code for code in order if code in codes)
 
 
-def _render(reports: Sequence[object], form: str, output: str | None) -> str:
-    import json
-    import time
+def _exit_code(report: "Report", fail_on: str) -> int:
+    from runhealth.diagnose.findings import Severity
 
-    from runhealth.diagnose.findings import Report
-    from runhealth.diagnose.report import json as json_report
-    from runhealth.diagnose.report import markdown, text
-    from runhealth.diagnose.report.plain import Style, stdout_style
-
-    typed = [report for report in reports if isinstance(report, Report)]
-    if form == "json":
-        if len(typed) == 1:
-            return json_report.render(typed[0])
-        return json.dumps([json_report.report_json(report) for report in typed], indent=2, allow_nan=False) + "\n"
-    if form == "markdown":
-        return "\n".join(markdown.render(report) for report in typed)
-    style = Style(colour=False, unicode=True) if output else stdout_style()
-    return "\n".join(text.render(report, style, now_ns=time.time_ns()) for report in typed)
-
-
-def _exit_code(report: object, fail_on: str) -> int:
-    from runhealth.diagnose.findings import Report, Severity
-
-    assert isinstance(report, Report)
     if any(f.severity.level >= Severity(fail_on).level for f in report.findings):
         return EXIT_FINDINGS
     return EXIT_PARTLY if report.source.rows_rejected else EXIT_OK
@@ -165,30 +136,34 @@ def _exit_code(report: object, fail_on: str) -> int:
 
 
 def _watch(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="diagnose watch",
-        description="Follow a live run; print findings as they come, change and end.",
-    )
-    _add_run(parser, required=True)
-    parser.add_argument(
-        "--hook",
-        metavar="CMD",
-        help="shell command for each new or changed finding at or above --fail-on: the finding as JSON on its stdin, "
-        "RUNHEALTH_RUN, RUNHEALTH_FINDING, RUNHEALTH_CODE, RUNHEALTH_SEVERITY and RUNHEALTH_STEP in its environment",
-    )
-    parser.add_argument("--once", action="store_true", help="look at what is there now, then exit")
-    parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default: 2)"
-    )
-    parser.add_argument("--fail-on", choices=SEVERITIES, default="warning", help="default: warning")
+    parser = parsers.watch_parser()
     args = parser.parse_args(arguments)
+    if bool(args.run) == bool(args.path):
+        parser.error("expected either --run NAME or a PATH")
     if not args.interval > 0:
         parser.error("--interval must be over 0")
-    from runhealth.diagnose.watch import watch
+    mapping = _mapping(parser, args)
+    from runhealth.diagnose import opening
+    from runhealth.diagnose.told import Told, state_path
+    from runhealth.diagnose.watch import identity_of, watch
 
-    return watch(
-        _open_run(args.run, args.store), hook=args.hook, once=args.once, interval_s=args.interval, fail_on=args.fail_on
-    )
+    if args.run:
+        followed = opening.follow_run(args.run, args.store)
+    else:
+        followed = opening.follow_path(args.path, mapping, once=args.once)
+    told = Told(state_path(followed.folder, identity_of(followed.info.source), args.hook))
+    try:
+        return watch(
+            followed.source,
+            followed.info,
+            told,
+            hook=args.hook,
+            once=args.once,
+            interval_s=args.interval,
+            fail_on=args.fail_on,
+        )
+    finally:
+        opening.close(followed.source)
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------
@@ -197,19 +172,14 @@ def _watch(arguments: list[str]) -> int:
 def _rollback(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="diagnose rollback", description="Plan a rollback, or apply a plan.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="plan|apply")
-    plan = commands.add_parser("plan", help="choose checkpoint, repairs and samples to skip; write the plan to a file")
-    _add_run(plan, required=True)
-    plan.add_argument("--incident", metavar="ID", help="which incident (default: the worst one)")
-    plan.add_argument("-o", "--output", metavar="FILE", help="default: <run>/plans/<incident>.json")
-    apply = commands.add_parser("apply", help="check the plan again and hand it to the trainer")
-    _add_run(apply, required=True)
-    apply.add_argument("plan", nargs="?", metavar="PLAN", help="plan file (default: the newest plan of the run)")
-    apply.add_argument("--dry-run", action="store_true", help="check the preconditions, change nothing")
+    for name, made in (("plan", parsers.rollback_plan_parser()), ("apply", parsers.rollback_apply_parser())):
+        commands.add_parser(name, parents=[made], add_help=False, description=made.description, help=made.description)
     args = parser.parse_args(arguments)
     from runhealth.diagnose import rollback_cli
+    from runhealth.diagnose.opening import open_run
 
     if args.command == "plan":
-        return rollback_cli.plan(_open_run(args.run, args.store), args.incident, args.output)
+        return rollback_cli.plan(open_run(args.run, args.store), args.incident, args.output)
     return rollback_cli.apply(args.run, args.store, args.plan, dry_run=args.dry_run)
 
 
@@ -217,89 +187,72 @@ def _rollback(arguments: list[str]) -> int:
 
 
 def _explain(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="diagnose explain", description="What a code means and what to do.")
-    parser.add_argument("code", metavar="CODE", help="a code such as RH101, or a kind such as loss_spike")
+    parser = parsers.explain_parser()
     args = parser.parse_args(arguments)
-    import difflib
+    from runhealth.diagnose.explain import explain, nearest, overview
 
-    from runhealth.diagnose.codes import CODES, KINDS
-    from runhealth.diagnose.explain import explain
-
+    if args.code is None:
+        write_output(overview(), None)
+        return EXIT_OK
     found = explain(args.code)
     if found is None:
-        near = difflib.get_close_matches(args.code.lower(), [*CODES, *(k.lower() for k in KINDS)], n=3, cutoff=0.4)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        parser.error(f"no code or kind {args.code!r}{hint}")
-    sys.stdout.write(found)
+        near = nearest(args.code)
+        hint = f"; did you mean {', '.join(near)}?" if near else "; `diagnose explain` lists all"
+        parser.error(f"no code, kind or suspect {args.code!r}{hint}")
+    write_output(found, None)
     return EXIT_OK
 
 
 def _doctor(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="diagnose doctor",
-        description="Which signals are there, which are missing, what each would tell.",
-    )
-    parser.add_argument("path", nargs="?", metavar="PATH", help="a log file or folder")
-    _add_run(parser)
+    parser = parsers.doctor_parser()
     args = parser.parse_args(arguments)
     if bool(args.run) == bool(args.path):
         parser.error("expected either --run NAME or a PATH")
-    from runhealth.diagnose.doctor import render
-    from runhealth.diagnose.engine import Engine
+    mapping = _mapping(parser, args)
+    from runhealth.diagnose import doctor, opening
     from runhealth.diagnose.report.plain import stdout_style
 
-    source = _open_run(args.run, args.store) if args.run else _open_path(args.path)
+    source = opening.open_run(args.run, args.store) if args.run else opening.open_path(args.path, mapping)
     try:
-        engine = Engine(suspects=())
-        for record in source.records():  # type: ignore[attr-defined]
-            engine.feed_quietly(record)
-        engine.finish()
-        sys.stdout.write(render(source.describe(), engine.signals, stdout_style()))  # type: ignore[attr-defined]
+        seen = doctor.examine(opening.with_progress(source))
     finally:
-        _close(source)
+        opening.close(source)
+    write_output(doctor.render_json(seen) if args.format == "json" else doctor.render(seen, stdout_style()), None)
+    return EXIT_OK
+
+
+def _import(arguments: list[str]) -> int:
+    parser = parsers.import_parser()
+    args = parser.parse_args(arguments)
+    mapping = _mapping(parser, args)
+    from runhealth.diagnose.report.plain import safe
+    from runhealth.diagnose.report.words import word
+    from runhealth.storage.importers.into_store import import_log
+    from runhealth.storage.store import Store
+
+    try:
+        run = import_log(args.path, args.name, Store(args.store), mapping)
+    except ConfigError as error:
+        parser.error(safe(str(error)))
+    store = f" --store {word(args.store)}" if args.store else ""
+    write_output(f"{safe(run.path)}\nnext: diagnose --run {word(run.name)}{store}\n", None)
     return EXIT_OK
 
 
 # -- common -----------------------------------------------------------------------------------------------------------
 
 
-def _add_run(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    parser.add_argument("--run", required=required, metavar="R", help="name, unique prefix, path, or `latest`")
-    parser.add_argument(
-        "--store", metavar="S", help="folder or URL of the runs (default: $RUNHEALTH_STORE, else ./runs)"
-    )
+def _mapping(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    if not args.map:
+        return {}
+    if getattr(args, "run", None):
+        parser.error("--map is for a PATH: a run of the store has its names already")
+    from runhealth.diagnose.opening import parse_mapping
 
-
-def _open_run(run: str, store: str | None) -> object:
-    from runhealth.storage.reader import RunReader
-
-    return RunReader.open(run, store)
-
-
-def _open_path(path: str) -> object:
-    if (Path(path) / "run.json").is_file():
-        return _open_run(str(Path(path).absolute()), None)
-    from runhealth.storage.importers import open_log
-
-    return open_log(path)
-
-
-def _close(source: object) -> None:
-    close = getattr(source, "close", None)
-    if callable(close):
-        close()
-
-
-def _write(text: str, output: str | None) -> None:
-    if output is None:
-        try:
-            sys.stdout.write(text)
-        except UnicodeEncodeError:  # a stream that promised less than the text holds
-            sys.stdout.write(text.encode("ascii", "backslashreplace").decode())
-        return
-    from runhealth.diagnose.apply import write_atomically
-
-    write_atomically(output, text)
+    try:
+        return parse_mapping(args.map)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _fail(error: BaseException, code: int) -> int:
@@ -310,18 +263,24 @@ def _fail(error: BaseException, code: int) -> int:
 
 
 def _internal(error: BaseException) -> int:
+    """One line; the traceback goes to a file if the user named one."""
     import traceback
 
-    traceback.print_exception(error, file=sys.stderr)
-    print("diagnose: this is a bug; please report it with the lines above", file=sys.stderr)
+    from runhealth.diagnose.report.plain import safe
+
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    what = safe(f"{type(error).__name__}: {error}"[:200])
+    target = os.environ.get(TRACEBACK_FILE)
+    how = f"run again with {TRACEBACK_FILE}=FILE and report this line with that file"
+    if target:
+        how = f"report this line with the traceback in {safe(target)}"
+        try:
+            write_output("".join(traceback.format_exception(error)), target)
+        except OutputError as unwritable:
+            how = f"the traceback is lost: {safe(str(unwritable))}"
+    print(f"diagnose: internal error, a bug of ours: {what}{where}; {how}", file=sys.stderr)
     return EXIT_INTERNAL
-
-
-def _broken_pipe() -> int:
-    """The reader of our output has gone: nothing more can be said, and the interpreter must not try at exit."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ incident that another alarm opens, with its lead time.
 
 import copy
 import importlib
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 import runhealth.diagnose.detectors as folder
 from runhealth.diagnose.codes import CODES
-from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.frames import Frame
 
 CHANNEL = "channel"
@@ -24,16 +25,47 @@ class Detector(ABC):
     """Base of the detectors. `kinds` lists every kind an alarm of this detector may have.
 
     `replay` says whether the detector's baseline is rebuilt from the frames before a restart; a detector that compares
-    attempts with each other keeps its state instead.
+    attempts with each other keeps its state instead. `reads` names signals; without any of them there is nothing to
+    see, and the detector is not asked before one has been met. Empty: it is always asked.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
     replay: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def update(self, frame: Frame) -> list[Alarm]:
         """Look at the next frame."""
+
+    def fact(
+        self,
+        frame: Frame,
+        kind: str,
+        signal: str,
+        message: str,
+        *,
+        onset: int | None = None,
+        value: float = math.nan,
+        baseline: float = math.nan,
+        ranks: tuple[int, ...] = (),
+        severity: Severity | None = None,
+    ) -> Alarm:
+        """An alarm that is a fact rather than a measure of surprise: its score is 1."""
+        return Alarm(
+            detector=self.name,
+            kind=kind,
+            signal=signal,
+            attempt=frame.attempt,
+            step=frame.step,
+            onset_step=frame.step if onset is None else onset,
+            score=1.0,
+            value=float(value),
+            baseline=float(baseline),
+            ranks=ranks,
+            message=message,
+            severity=severity,
+        )
 
     def finish(self) -> list[Alarm]:
         """The data ends here: say what only the whole series shows."""

@@ -12,7 +12,7 @@ from runhealth.diagnose import event_facts
 from runhealth.diagnose.batches import BatchHabit
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.detector import Detector, detector_classes
-from runhealth.diagnose.findings import Alarm, Finding, Missing, Report, SuspectResult
+from runhealth.diagnose.findings import Alarm, Finding, Missing, Outcome, Report, Severity, SuspectResult
 from runhealth.diagnose.frames import Frame, FrameAssembler
 from runhealth.diagnose.history import History, decimate
 from runhealth.diagnose.incident import CAUSAL_KINDS, IncidentTracker, Tracked
@@ -22,7 +22,15 @@ from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
 from runhealth.diagnose.verdicts import fact_of, findings_of, merge
 from runhealth.storage.errors import PlanError
-from runhealth.storage.records import BatchRecord, CheckpointRecord, EventKind, Record, RunEvent, SourceInfo
+from runhealth.storage.records import (
+    BatchRecord,
+    CheckpointRecord,
+    EventKind,
+    LayerSample,
+    Record,
+    SourceInfo,
+    StepRecord,
+)
 
 REPLAY_FRAMES = 256  # frames before a restart that rebuild the detectors' baselines
 NEARBY_STEPS = 8
@@ -66,6 +74,7 @@ class Engine:
         self._classes = {cls.name: cls for cls in detector_classes()}
         self._detectors: dict[str, Detector] = {name: cls() for name, cls in self._classes.items()}
         self._updates: list[Callable[[Frame], list[Alarm]]] = []
+        self._bound_signals = 0
         self._bind()
         self._facts: list[Alarm] = []
         self._judged: dict[str, _Judged] = {}
@@ -78,19 +87,22 @@ class Engine:
 
     def feed_quietly(self, record: Record) -> bool:
         """Add one record; say only whether findings may have changed. For a post-mortem, which reports at the end."""
+        if isinstance(record, StepRecord | BatchRecord | LayerSample):
+            closed = self._assembler.feed(record)
+            if not closed:
+                return False
+            changed = False
+            for frame in closed:
+                changed |= self._frame(frame)
+            return changed
         if isinstance(record, CheckpointRecord):
             self._history.add_checkpoint(record)
             return False
-        if isinstance(record, RunEvent):
-            self._history.add_event(record)
-            world = record.data.get("world_size", record.data.get("world"))
-            if record.kind in (EventKind.RUN_START, EventKind.ATTEMPT_START) and isinstance(world, int):
-                self._assembler.expect_ranks(record.attempt, world)
-            return False
-        changed = False
-        for frame in self._assembler.feed(record):
-            changed |= self._frame(frame)
-        return changed
+        self._history.add_event(record)
+        world = record.data.get("world_size", record.data.get("world"))
+        if record.kind in (EventKind.RUN_START, EventKind.ATTEMPT_START) and isinstance(world, int):
+            self._assembler.expect_ranks(record.attempt, world)
+        return False
 
     def finish(self) -> list[Finding]:
         """The data end here. Further records are not expected."""
@@ -98,7 +110,7 @@ class Engine:
             self._frame(frame)
         if not self._finished:
             for detector in self._detectors.values():
-                self._facts.extend(a for a in detector.finish() if self._in_window(a) and a.kind not in CAUSAL_KINDS)
+                self._note([a for a in detector.finish() if self._in_window(a) and a.kind not in CAUSAL_KINDS])
             for tracked in self._tracker.end_attempt():
                 self._walk(tracked)
             self._finished = True
@@ -147,6 +159,7 @@ class Engine:
             detector.load_state_dict(state["detectors"][name])
         self._facts, self._judged, self._told = state["facts"], state["judged"], state["told"]
         self._window, self._finished = state["window"], state["finished"]
+        self._bind()
 
     # -- one frame --------------------------------------------------------------------------------------------------
 
@@ -161,32 +174,52 @@ class Engine:
                 self._walk(tracked)
             self._rewind(frame)
         self._history.append(frame)
+        if len(self._history.signals) != self._bound_signals:
+            self._bind()
         alarms: list[Alarm] = []
         for update in self._updates:
             raised = update(frame)
             if raised:
                 alarms.extend(raised)
-        if alarms and self._window is not None:
-            alarms = [alarm for alarm in alarms if self._in_window(alarm)]
-        facts = [a for a in alarms if a.kind not in CAUSAL_KINDS and a.kind != "channel"]
-        self._facts.extend(facts)
+        facts: list[Alarm] = []
+        if alarms:
+            if self._window is not None:
+                alarms = [alarm for alarm in alarms if self._in_window(alarm)]
+            facts = [a for a in alarms if a.kind not in CAUSAL_KINDS and a.kind != "channel"]
+            self._note(facts)
         walks = self._tracker.update(frame, alarms)
         for tracked in walks:
             self._walk(tracked)
         return bool(due or walks or facts)
+
+    def _note(self, facts: Sequence[Alarm]) -> None:
+        """Keep facts. One with an end takes the place of what was told when it began."""
+        for alarm in facts:
+            if alarm.end_step is not None:
+                key = (alarm.kind, alarm.attempt, alarm.onset_step, alarm.ranks)
+                self._facts = [f for f in self._facts if (f.kind, f.attempt, f.onset_step, f.ranks) != key]
+            self._facts.append(alarm)
 
     def _rewind(self, frame: Frame) -> None:
         """A new attempt: baselines are what lies before its first step."""
         before = self._history.rewind(frame.step)[-REPLAY_FRAMES:]
         for name, cls in self._classes.items():
             if cls.replay:
+                self._note([a for a in self._detectors[name].finish() if self._in_window(a)])
                 detector = self._detectors[name] = cls()
                 for old in before:
                     detector.update(old)
         self._bind()
 
     def _bind(self) -> None:
-        self._updates = [detector.update for detector in self._detectors.values()]
+        """Only detectors whose signals have been met are asked."""
+        met = self._history.signals
+        self._bound_signals = len(met)
+        self._updates = [
+            detector.update
+            for detector in self._detectors.values()
+            if not detector.reads or not met.isdisjoint(detector.reads)
+        ]
 
     def _in_window(self, alarm: Alarm) -> bool:
         return self._window is None or self._window[0] <= alarm.step <= self._window[1]
@@ -261,8 +294,10 @@ class Engine:
                 for t in (*self._tracker.closed, *self._tracker.open)
             )
             if passed and not again:
+                brief = finding.outcome is Outcome.ONGOING and finding.severity is Severity.WARNING
                 return replace(
                     finding,
+                    severity=Severity.INFO if brief else finding.severity,
                     summary=f"{finding.summary} Attempt {attempt} passed these steps without it.",
                     details={**finding.details, "healed_by_attempt": attempt},
                 )

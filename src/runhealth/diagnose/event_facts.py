@@ -1,44 +1,65 @@
-"""Facts that checkpoints and events tell by themselves: a crash that ended the run, a checkpoint that is corrupt."""
+"""Facts that checkpoints and events tell by themselves: a crash that ended the run, ranks that hung or died, memory
+that ran out, a checkpoint that is corrupt."""
 
 import math
+import re
+from collections.abc import Iterable
 
 from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.history import History
-from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind
+from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, RunEvent
 
 MESSAGE_CHARS = 200
+FAILURES = ("hang", "dead_rank", "out_of_memory")  # kinds of events that importers write beside an exception
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|RESOURCE_EXHAUSTED")
 
 
 def alarms(history: History) -> list[Alarm]:
     """In the order of (attempt, step)."""
     found: list[Alarm] = []
     last_attempt = max(history.lasts, default=0)
-    for event in sorted(history.events, key=lambda e: (e.attempt, e.step, e.rank, e.ts_ns)):
-        if event.kind != EventKind.EXCEPTION:
-            continue
-        step = event.step or history.lasts.get(event.attempt, 0)
+    events = sorted(history.events, key=lambda e: (e.attempt, e.step, e.rank, e.ts_ns))
+    told = {(event.attempt, event.kind) for event in events}
+    for event in events:
         went_on = event.attempt < last_attempt
-        lines = event.message.strip().splitlines() or ["an exception"]
-        found.append(
-            Alarm(
-                detector="event_facts",
-                kind="crash",
-                signal="",
-                attempt=event.attempt,
-                step=step,
-                onset_step=step,
-                score=1.0,
-                value=math.nan,
-                baseline=math.nan,
-                ranks=(event.rank,) if event.rank >= 0 else (),
-                message=f"attempt {event.attempt} ended with an exception: {lines[-1][:MESSAGE_CHARS]}"
-                + ("; a later attempt went on" if went_on else ""),
-                severity=Severity.WARNING if went_on else Severity.ERROR,
-            )
-        )
+        if event.kind == EventKind.EXCEPTION:
+            found.append(_failure(history, event, "crash", went_on, "ended with an exception"))
+            if _OUT_OF_MEMORY.search(event.message) and (event.attempt, "out_of_memory") not in told:
+                found.append(_failure(history, event, "out_of_memory", went_on, "ran out of memory"))
+        elif event.kind in FAILURES:
+            what = {"hang": "hung", "dead_rank": "lost a rank", "out_of_memory": "ran out of memory"}[event.kind]
+            found.append(_failure(history, event, event.kind, went_on, what))
     failed = [record for record in history.checkpoints if record.status is CheckpointStatus.FAILED]
     found.extend(_corrupt(record) for record in sorted(failed, key=lambda c: (c.attempt, c.step, c.ts_ns)))
     return found
+
+
+def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: str) -> Alarm:
+    step = event.step or history.lasts.get(event.attempt, 0)
+    lines = event.message.strip().splitlines() or ["an exception"]
+    return Alarm(
+        detector="event_facts",
+        kind=kind,
+        signal="",
+        attempt=event.attempt,
+        step=step,
+        onset_step=step,
+        score=1.0,
+        value=math.nan,
+        baseline=math.nan,
+        ranks=_ranks(event, kind),
+        message=f"attempt {event.attempt} {what}: {lines[-1][:MESSAGE_CHARS]}"
+        + ("; a later attempt went on" if went_on else ""),
+        severity=Severity.WARNING if went_on else Severity.ERROR,
+    )
+
+
+def _ranks(event: RunEvent, kind: str) -> tuple[int, ...]:
+    """The ranks at fault as far as the lines tell; of a plain exception, the rank that wrote it."""
+    named = event.data.get("ranks")
+    if isinstance(named, Iterable) and not isinstance(named, str):
+        return tuple(sorted({rank for rank in named if isinstance(rank, int)}))
+    return (event.rank,) if event.rank >= 0 and kind in ("crash", "out_of_memory") else ()
 
 
 def _corrupt(record: CheckpointRecord) -> Alarm:

@@ -1,10 +1,14 @@
-"""What each code means, what evidence it needs, and what to do about it."""
+"""What each code and each suspect means, what evidence it needs, and what to do about it."""
 
+import difflib
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from runhealth.diagnose.codes import CODES, KINDS
+from runhealth.diagnose.detector import detector_classes
+from runhealth.diagnose.suspect import load_suspects
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +203,109 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
 )
 
 
-def explain(code: str) -> str | None:
-    """Text for a code (RH101) or a kind (loss_spike); None when there is no such."""
-    kind = KINDS.get(code.upper(), code.lower())
-    if kind not in CODES:
-        return None
-    entry = EXPLANATIONS[kind]
-    return f"{CODES[kind]} {kind}\n  When   {entry.when}\n  Needs  {entry.needs}\n  Do     {entry.do}\n"
+# What a kind cannot be judged without: one signal of each group. Kinds that are not listed need no signal of the
+# catalogue, or are not looked for yet.
+KIND_SIGNALS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
+    {
+        "loss_spike": (("loss",),),
+        "loss_divergence": (("loss",),),
+        "non_finite": (("loss", "grad_norm", "eval_loss"),),
+        "gradient_spike": (("grad_norm",),),
+        "clip_breach": (("grad_norm",), ("clip_threshold",)),
+        "loss_scale_collapse": (("loss_scale",),),
+        "fp_overflow": (("overflow_count", "amax_ratio"),),
+        "not_learning": (("loss",),),
+        "overfitting": (("loss",), ("eval_loss",)),
+        "eval_drift": (("loss",), ("eval_loss",)),
+        "masked_non_finite": (("loss", "grad_norm"),),
+        "optimizer_not_stepping": (("loss", "weight_norm"),),
+        "no_training_signal": (("loss",),),
+        "scale_change": (("loss", "grad_norm"),),
+        "short_accumulation_window": (("loss", "grad_norm"),),
+        "epoch_staircase": (("loss",),),
+        "resume_jump": (("loss",),),
+        "lr_discontinuity": (("lr",),),
+        "loss_scale_reset": (("loss_scale",),),
+        "optimizer_state_lost": (("update_ratio",),),
+        "slow_step": (("t_step_s", "elapsed_s"),),
+        "periodic_stall": (("t_step_s", "elapsed_s"),),
+        "sustained_slowdown": (("t_step_s", "elapsed_s"),),
+        "straggler": (("t_wait_s", "t_forward_s", "t_step_s"),),
+        "memory_growth": (("mem_allocated_bytes",),),
+        "rank_outlier": (("loss", "grad_norm_rank"),),
+        "logit_growth": (("logit_max",),),
+        "checkpoint_slow": (("t_checkpoint_s",),),
+    }
+)
+
+
+def absent_for(kind: str, signals: frozenset[str]) -> str:
+    """What a kind cannot be judged for want of, in words; empty if it can be."""
+    groups = [group for group in KIND_SIGNALS.get(kind, ()) if not signals.intersection(group)]
+    return " and ".join(" or ".join(group) for group in groups)
+
+
+def explain(topic: str) -> str | None:
+    """Text for a code (RH101), a kind (loss_spike) or a suspect (bad_shard); None when there is no such. A word that is
+    both a kind and a suspect gets both."""
+    word = topic.lower().replace("-", "_").replace(" ", "_")
+    kind = KINDS.get(topic.upper(), word)
+    parts = []
+    if kind in CODES:
+        entry = EXPLANATIONS[kind]
+        reserved = "" if kind in checked_kinds() else "  (not looked for yet)"
+        parts.append(f"{CODES[kind]} {kind}{reserved}\n" + _rows(When=entry.when, Needs=entry.needs, Do=entry.do))
+    suspects = {suspect.name: suspect for suspect in load_suspects()}
+    suspect = suspects.get(kind)
+    if suspect is not None:
+        needs = suspect.needs
+        wanted = list(needs.all)
+        if needs.any:
+            wanted.append(f"one of {', '.join(needs.any)}")
+        rows = {
+            "What": f"{suspect.title}: {suspect.explains}",
+            "Needs": "; ".join(wanted) or "nothing beside the finding itself",
+        }
+        if needs.optional:
+            rows["Better"] = f"with {', '.join(needs.optional)}"
+        rows["Do"] = suspect.remedy or suspect.action.replace("_", " ")
+        parts.append(f"suspect {suspect.name}\n" + _rows(**rows))
+    return "\n".join(parts) or None
+
+
+def nearest(topic: str) -> list[str]:
+    """Codes, kinds and suspects that are written like `topic`."""
+    names = {name.lower(): name for name in (*CODES, *CODES.values(), *(s.name for s in load_suspects()))}
+    return [names[name] for name in difflib.get_close_matches(topic.lower(), list(names), n=3, cutoff=0.5)]
+
+
+def checked_kinds() -> tuple[str, ...]:
+    """The kinds that are looked for, in the order of their codes; the other codes are reserved."""
+    looked_for = {kind for detector in detector_classes() for kind in detector.kinds}
+    looked_for |= {"crash", "checkpoint_corrupt"}  # told by events and checkpoint records
+    return tuple(kind for kind in CODES if kind in looked_for)
+
+
+def overview(width: int = 100) -> str:
+    """A line for each code and each suspect."""
+    looked_for = checked_kinds()
+    room = max(20, width - 34)
+    lines = ["Findings"]
+    for kind, code in CODES.items():
+        text = EXPLANATIONS[kind].when if kind in looked_for else f"(not looked for yet) {EXPLANATIONS[kind].when}"
+        lines.append(f"  {code} {kind:25} {_first(text, room)}")
+    lines += ["", "Suspects"]
+    lines += [f"  {suspect.name:31} {_first(suspect.explains, room)}" for suspect in load_suspects()]
+    lines += ["", "diagnose explain CODE says what each needs and what to do"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _first(text: str, room: int) -> str:
+    return textwrap.shorten(text.split(". ")[0].rstrip("."), room, placeholder=" …")
+
+
+def _rows(**rows: str) -> str:
+    lines = []
+    for label, text in rows.items():
+        lines += textwrap.wrap(text, 100, initial_indent=f"  {label:6} ", subsequent_indent=" " * 9)
+    return "\n".join(lines) + "\n"

@@ -10,6 +10,13 @@ from runhealth.storage.records import SourceInfo
 UNDETERMINED = "undetermined"
 
 
+def probability_text(probability: float) -> str:
+    """Two digits, and never the certainty that rounding would claim: 0.93, >0.99, <0.01."""
+    if probability > 0.995:
+        return ">0.99"
+    return "<0.01" if probability < 0.005 else f"{probability:.2f}"
+
+
 class Severity(StrEnum):
     INFO = "info"
     WARNING = "warning"

@@ -12,7 +12,8 @@ closes do not depend on how the records were interleaved, as long as no rank is 
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from runhealth.diagnose.batches import BatchOutlier
@@ -25,17 +26,19 @@ class Frame:
     """One step of one attempt over all ranks.
 
     `ranks` maps a rank to its scalars. `batches` is sorted by (rank, micro_batch), `layers` by (rank, layer).
-    `loss` is the mean over the ranks whose loss is finite; NaN when ranks reported a loss and none is finite; None
-    when no rank reported one.
+    `values` holds, of each signal, the value of the lowest rank that has it. `loss` is the mean over the ranks whose
+    loss is finite; NaN when ranks reported a loss and none is finite; None when no rank reported one. Both are there
+    once the frame is sealed.
     """
 
-    __slots__ = ("attempt", "batches", "layers", "loss", "new_attempt", "outliers", "ranks", "step", "ts_ns")
+    __slots__ = ("attempt", "batches", "layers", "loss", "new_attempt", "outliers", "ranks", "step", "ts_ns", "values")
 
     def __init__(self, attempt: int, step: int) -> None:
         self.attempt = attempt
         self.step = step
         self.ts_ns = 0
         self.ranks: dict[int, Mapping[str, Scalar]] = {}
+        self.values: Mapping[str, Scalar] = {}
         self.batches: list[BatchRecord] = []
         self.layers: list[LayerSample] = []
         self.loss: float | None = None
@@ -44,11 +47,7 @@ class Frame:
 
     def get(self, name: str) -> Scalar | None:
         """The value of a signal of the whole job: the lowest rank's that has it."""
-        for values in self.ranks.values():  # sorted by `seal`
-            value = values.get(name)
-            if value is not None:
-                return value
-        return None
+        return self.values.get(name)
 
     def per_rank(self, name: str) -> dict[int, Scalar]:
         """rank -> value, for the ranks that reported the signal."""
@@ -56,24 +55,37 @@ class Frame:
 
     def total(self, name: str) -> Scalar | None:
         """Sum over the ranks that reported the signal, None when none did."""
-        found = [values[name] for values in self.ranks.values() if name in values]
-        return sum(found) if found else None
+        if name not in self.values:
+            return None
+        return sum(values[name] for values in self.ranks.values() if name in values)
 
     def largest(self, name: str) -> Scalar | None:
         """Maximum over the ranks that reported the signal (NaN ignored), None when none did."""
+        if name not in self.values:
+            return None
         found = [v for values in self.ranks.values() if (v := values.get(name)) is not None and v == v]
         return max(found) if found else None
 
     def seal(self) -> None:
-        """Put everything in an order that does not depend on arrival, and compute `loss`."""
-        if len(self.ranks) > 1:
-            self.ranks = dict(sorted(self.ranks.items()))
+        """Put everything in an order that does not depend on arrival, and compute `values` and `loss`."""
+        ranks = self.ranks
+        if len(ranks) == 1:
+            (self.values,) = ranks.values()
+        elif ranks:
+            order = sorted(ranks)
+            self.ranks = ranks = {rank: ranks[rank] for rank in order}
+            merged: dict[str, Scalar] = {}
+            for rank in reversed(order):
+                merged.update(ranks[rank])
+            self.values = merged
         if len(self.batches) > 1:
-            self.batches.sort(key=lambda b: (b.rank, b.micro_batch))
+            self.batches.sort(key=_batch_order)
         if len(self.layers) > 1:
-            self.layers.sort(key=lambda s: (s.rank, s.layer))
+            self.layers.sort(key=_layer_order)
+        if "loss" not in self.values:
+            return
         total, finite, seen = 0.0, 0, False
-        for values in self.ranks.values():
+        for values in ranks.values():
             loss = values.get("loss")
             if loss is not None:
                 seen = True
@@ -82,6 +94,10 @@ class Frame:
                     finite += 1
         if seen:
             self.loss = total / finite if finite else math.nan
+
+
+_batch_order = attrgetter("rank", "micro_batch")
+_layer_order = attrgetter("rank", "layer")
 
 
 class _Attempt:
@@ -95,6 +111,18 @@ class _Attempt:
         self.held = True
 
 
+def _add(frame: Frame, record: StepRecord | BatchRecord | LayerSample) -> None:
+    if isinstance(record, BatchRecord):
+        frame.batches.append(record)
+    elif isinstance(record, StepRecord):
+        known = frame.ranks.get(record.rank)
+        frame.ranks[record.rank] = record.values if known is None else {**known, **record.values}
+    else:
+        frame.layers.append(record)
+    if record.ts_ns > frame.ts_ns:
+        frame.ts_ns = record.ts_ns
+
+
 class FrameAssembler:
     """Records in, closed frames out. `world_size` may be told by an event; otherwise the start of each attempt is
     held until the ranks are known."""
@@ -105,6 +133,8 @@ class FrameAssembler:
         self._current: int | None = None
         self._closed_step: int | None = None
         self._last_attempt: int | None = None
+        self._open: Frame | None = None  # the frame that the last record went into, while it is pending,
+        self._open_rank = -1  # and the rank that wrote it: most records continue the one before
         self.late_records = 0
 
     def expect_ranks(self, attempt: int, world_size: int) -> None:
@@ -112,6 +142,10 @@ class FrameAssembler:
 
     def feed(self, record: StepRecord | BatchRecord | LayerSample) -> list[Frame]:
         """Add a record; return the frames that it closes, oldest first."""
+        step, rank, frame = record.step, record.rank, self._open
+        if frame is not None and frame.step == step and self._open_rank == rank and frame.attempt == record.attempt:
+            _add(frame, record)
+            return []
         number = record.attempt
         if self._current is None:
             self._current = number
@@ -121,22 +155,14 @@ class FrameAssembler:
         attempt = self._attempts.get(number)
         if attempt is None:
             attempt = self._attempts[number] = _Attempt()
-        step, rank = record.step, record.rank
         if number == self._last_attempt and self._closed_step is not None and step <= self._closed_step:
             self.late_records += 1
             return []
         frame = attempt.frames.get(step)
         if frame is None:
             frame = attempt.frames[step] = Frame(number, step)
-        if isinstance(record, StepRecord):
-            known = frame.ranks.get(rank)
-            frame.ranks[rank] = record.values if known is None else {**known, **record.values}
-        elif isinstance(record, BatchRecord):
-            frame.batches.append(record)
-        else:
-            frame.layers.append(record)
-        if record.ts_ns > frame.ts_ns:
-            frame.ts_ns = record.ts_ns
+        _add(frame, record)
+        self._open, self._open_rank = frame, rank
         before = attempt.latest.get(rank)
         if before == step:
             return []
@@ -214,16 +240,20 @@ class FrameAssembler:
                 return True
         return attempt.latest.keys() <= newer
 
-    def _take(self, number: int, limit: int | None) -> Iterator[Frame]:
+    def _take(self, number: int, limit: int | None) -> list[Frame]:
         attempt = self._attempts.get(number)
         if attempt is None:
-            return
+            return []
         frames = attempt.frames
-        steps = sorted(step for step in frames if limit is None or step < limit)
-        for step in steps:
-            frame = frames.pop(step)
+        steps = [step for step in frames if limit is None or step < limit]
+        if not steps:
+            return []
+        steps.sort()
+        self._open = None
+        taken = [frames.pop(step) for step in steps]
+        for frame in taken:
             frame.new_attempt = number != self._last_attempt
             self._last_attempt = number
-            self._closed_step = step
             frame.seal()
-            yield frame
+        self._closed_step = steps[-1]
+        return taken

@@ -28,10 +28,6 @@ class Series:
         self.steps: array[int] = array("q")
         self.values: array[float] = array("d")
 
-    def append(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-
     def between(self, first: int, last: int) -> list[tuple[int, float]]:
         low, high = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
         return list(zip(self.steps[low:high], self.values[low:high], strict=True))
@@ -70,29 +66,32 @@ class History:
         self.lasts[attempt] = step
         self.steps_seen[attempt].append(step)
         series = self.series[attempt]
+        values = frame.values
         for name in CURVE_SIGNALS:
-            value = frame.loss if name == "loss" else frame.get(name)
-            if value is not None:
+            if name in values:
                 found = series.get(name)
                 if found is None:
                     found = series[name] = Series()
-                found.append(step, float(value))
-        self.outliers.extend(frame.outliers)
-        self.last_ts_ns = max(self.last_ts_ns, frame.ts_ns)
+                found.steps.append(step)
+                found.values.append(values[name] if name != "loss" or frame.loss is None else frame.loss)
+        if frame.outliers:
+            self.outliers.extend(frame.outliers)
+        if frame.ts_ns > self.last_ts_ns:
+            self.last_ts_ns = frame.ts_ns
         tokens = frame.total("tokens")
         if tokens:
             self.tokens_per_step = float(tokens)
         self._note_signals(frame)
 
     def _note_signals(self, frame: Frame) -> None:
-        for values in frame.ranks.values():
-            self.signals.update(values)
+        signals = self.signals
+        signals.update(frame.values)
         for batch in frame.batches:
-            self.signals.update(batch.values)
+            signals.update(batch.values)
             if batch.shard_hash is not None:
-                self.signals.add("shard_hash")
+                signals.add("shard_hash")
             if batch.shard:
-                self.signals.add("shard")
+                signals.add("shard")
         for sample in frame.layers:
             for name in sample.values:
                 if name not in self._layer_signals:

@@ -247,6 +247,10 @@ class IncidentTracker:
         """Returns incidents that are due for a walk: new information, or over."""
         self._index += 1
         index = self._index
+        if not (alarms or self.open or self._channels):
+            if frame.loss is not None and math.isfinite(frame.loss):
+                self._losses.append(frame.loss)
+            return []
         for tracked in self.open:
             tracked.observe(frame)
         heads = [alarm for alarm in alarms if alarm.kind in CAUSAL_KINDS]

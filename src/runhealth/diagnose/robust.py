@@ -79,19 +79,24 @@ class Baseline:
     `floor` and `floor_share` (of the median's size) bound sigma from below.
     """
 
+    __slots__ = (
+        "_center", "_ordered", "_sigma", "_young", "every", "floor", "floor_share", "least", "since", "size", "values",
+    )  # fmt: skip
+
     def __init__(
         self, size: int = 128, *, least: int = 16, every: int = 16, floor: float = 0.0, floor_share: float = 0.0
     ) -> None:
         self.size, self.least, self.every, self.floor, self.floor_share = size, least, every, floor, floor_share
         self.values: deque[float] = deque(maxlen=size)
-        self._since = 0
+        self.since = 0  # values since the last refresh
+        self._young = True  # few values yet: refreshed at every look
         self._ordered: list[float] = []
         self._center = math.nan
         self._sigma = math.nan
 
     def push(self, value: float) -> None:
         self.values.append(value)
-        self._since += 1
+        self.since += 1
 
     def extend(self, values: Iterable[float]) -> None:
         for value in values:
@@ -102,20 +107,24 @@ class Baseline:
         return len(self.values) >= self.least
 
     def refresh(self) -> None:
-        if self._since and (self._since >= self.every or not self._ordered or len(self.values) < 2 * self.least):
-            self._ordered = sorted(self.values)
-            self._center = median(self._ordered)
-            self._sigma = max(mad_sigma(self._ordered, self._center), self.floor, self.floor_share * abs(self._center))
-            self._since = 0
+        self._young = len(self.values) < 2 * self.least
+        if not self.since or not (self._young or self.since >= self.every or not self._ordered):
+            return
+        self._ordered = ordered = sorted(self.values)
+        self._center = median(ordered)
+        self._sigma = max(mad_sigma(ordered, self._center), self.floor, self.floor_share * abs(self._center))
+        self.since = 0
 
     @property
     def center(self) -> float:
-        self.refresh()
+        if self._young or self.since >= self.every:
+            self.refresh()
         return self._center
 
     @property
     def sigma(self) -> float:
-        self.refresh()
+        if self._young or self.since >= self.every:
+            self.refresh()
         return self._sigma
 
     def quantile(self, share: float) -> float:
@@ -125,7 +134,8 @@ class Baseline:
 
     def z(self, value: float) -> float:
         """How many robust sigma `value` is over the median (negative: under)."""
-        self.refresh()
+        if self._young or self.since >= self.every:
+            self.refresh()
         return (
             (value - self._center) / self._sigma if self._sigma > 0 else math.copysign(math.inf, value - self._center)
         )

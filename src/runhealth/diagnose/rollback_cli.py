@@ -3,10 +3,12 @@
 import sys
 
 from runhealth.diagnose import apply as applying
+from runhealth.diagnose.findings import probability_text
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.diagnose.port import resume_with_plan
+from runhealth.diagnose.report.output import write_output
 from runhealth.diagnose.report.plain import safe, stdout_style
-from runhealth.diagnose.report.text import age
+from runhealth.diagnose.report.words import age
 from runhealth.diagnose.rollback import build_plan
 from runhealth.diagnose.service import diagnose
 from runhealth.storage.reader import RunReader
@@ -22,7 +24,10 @@ def plan(source: object, incident: str | None, output: str | None) -> int:
         report = diagnose(source)
         made = build_plan(report, incident, source)
         path = output or applying.plan_path(source.info.path, made.incident)
-    applying.write_atomically(path, made.dumps() + "\n")
+    if output:
+        write_output(made.dumps() + "\n", output)
+    else:
+        applying.write_atomically(path, made.dumps() + "\n")
     sys.stdout.write(describe(made))
     print(f"  written   {safe(path)}")
     print(f"  next      diagnose rollback apply --run {safe(made.run)}")
@@ -65,7 +70,7 @@ def describe(made: RollbackPlan) -> str:
             f"Rollback plan for {safe(made.run)}, incident {safe(made.incident)} (attempt {made.attempt}, onset "
             f"{made.onset_step:,})"
         ),
-        f"  cause     {safe(made.cause)} ({made.probability:.2f})",
+        f"  cause     {safe(made.cause)} ({probability_text(made.probability)})",
         f"  go to     checkpoint {made.checkpoint_step:,}  {safe(made.checkpoint_path)}",
     ]
     lines.extend(f"  not       checkpoint {r.step:,}: {safe(r.why)}" for r in made.rejected[:6])

@@ -84,6 +84,7 @@ def findings_of(
                 **details,
                 **({"tall": _tall(tracked)} if kind == "gradient_spike" else {}),
                 "incident": tracked.id,
+                "points": tracked.points,
                 "loss_before": _number(tracked.baseline),
                 "loss_peak": _number(tracked.peak_value),
                 "loss_moved_step": tracked.loss_onset_step,
@@ -118,7 +119,10 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
     """Many like bumps are one finding with a count: transient loss spikes and gradient bursts of one attempt with one
     verdict; facts of one kind, attempt and rank set."""
     groups: dict[object, list[Finding]] = {}
+    gone = [f for f in findings if f.kind in LOSS_KINDS and f.outcome is Outcome.TRANSIENT]
     for finding in findings:
+        if _like_before(finding, gone):
+            finding = replace(finding, severity=Severity.INFO)
         groups.setdefault(_merge_key(finding), []).append(finding)
     merged = []
     for group in groups.values():
@@ -157,9 +161,24 @@ def _merge_key(finding: Finding) -> object:
         return (finding.kind, finding.attempt)
     if finding.kind == "restart":
         return finding.id
+    if finding.kind == "slow_step":
+        return finding.kind  # one a run: a noisy host has hundreds
+    if finding.kind == "sustained_slowdown":
+        return (finding.kind, finding.severity)
     if not finding.suspects:
         return (finding.kind, finding.attempt, finding.ranks)
     return finding.id
+
+
+def _like_before(finding: Finding, gone: Sequence[Finding]) -> bool:
+    """The data end within a bump that looks like the earlier ones of this run, which were gone at once."""
+    return (
+        finding.outcome is Outcome.ONGOING
+        and finding.severity is Severity.WARNING
+        and finding.kind in LOSS_KINDS
+        and finding.details.get("points", 0) in (0, 1, 2)
+        and any(f.onset_step < finding.onset_step and _height(f) >= _height(finding) for f in gone)
+    )
 
 
 def _frequent(steps: Sequence[int]) -> bool:
@@ -201,14 +220,19 @@ def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
         return Severity.WARNING if outcome in (Outcome.TRANSIENT, Outcome.RECOVERING) else Severity.ERROR
     if kind == "loss_scale_collapse":
         return Severity.ERROR
-    if kind in ("gradient_spike", "fp_overflow") and outcome is Outcome.TRANSIENT:
-        return Severity.WARNING if kind == "gradient_spike" and _tall(tracked) >= MANY_BURSTS else Severity.INFO
+    if kind == "gradient_spike" and outcome is not Outcome.ONGOING:
+        stays = any(a.severity is Severity.WARNING for a in tracked.of(kind))
+        return Severity.WARNING if stays or _tall(tracked) >= MANY_BURSTS else Severity.INFO
+    if kind == "fp_overflow" and outcome is Outcome.TRANSIENT:
+        return Severity.INFO
     return Severity.WARNING
 
 
 def _tall(tracked: Tracked) -> int:
-    """How many of its gradient bursts are tall."""
-    return sum(a.value >= TALL_BURST * a.baseline for a in tracked.of("gradient_spike"))
+    """How many of its gradient bursts are tall. Those of the early descent do not count: they are how it goes."""
+    return sum(
+        a.value >= TALL_BURST * a.baseline for a in tracked.of("gradient_spike") if not a.details.get("early_descent")
+    )
 
 
 def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str, Suspect]) -> Remedy:

@@ -1,95 +1,96 @@
-"""Following a live run: poll, feed, tell what is new or changed, fire hooks."""
+"""Following a live run or a growing log: poll, feed, tell what is new or changed, fire hooks."""
 
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from runhealth.diagnose.engine import Engine
-from runhealth.diagnose.findings import Finding, Severity
-from runhealth.diagnose.report.json import finding_json
+from runhealth.diagnose.findings import Report, Severity
+from runhealth.diagnose.hooks import TIMEOUT_S, HookRunner
+from runhealth.diagnose.opening import Pollable
+from runhealth.diagnose.report.output import write_output
 from runhealth.diagnose.report.plain import Style, safe, stdout_style
-from runhealth.storage.reader import RunReader
+from runhealth.diagnose.report.words import facts, next_step, title
+from runhealth.diagnose.told import NEW, Told
+from runhealth.storage.records import SourceInfo
 
-HOOK_TIMEOUT_S = 600.0
-STDERR_FD = 2  # stdout holds the findings; what a hook says goes beside them
+MOST_POLLS = 64  # in one look: a run that writes faster than we read still gets its findings told
 
 
 def watch(
-    source: object,
+    source: Pollable,
+    info: SourceInfo,
+    told: Told,
     *,
     hook: str | None,
     once: bool,
     interval_s: float,
     fail_on: str,
     sleep: Callable[[float], None] = time.sleep,
+    hook_timeout_s: float = TIMEOUT_S,
 ) -> int:
     """Until interrupted, or one look with `once`. Returns 1 if a finding at or above `fail_on` stands, else 0."""
-    assert isinstance(source, RunReader)
     level = Severity(fail_on).level
     style = stdout_style()
     engine = Engine()
-    standing: dict[str, Finding] = {}
-    with source:
-        name = source.info.name
-        while True:
-            changed: dict[str, Finding] = {}
-            for record in source.poll():
-                changed.update((finding.id, finding) for finding in engine.feed(record))
-            if once:
-                changed.update((finding.id, finding) for finding in engine.finish())
-            for finding in changed.values():
-                told = standing.get(finding.id)
-                standing[finding.id] = finding
-                if told is not None and _gist(told) == _gist(finding):
-                    continue
-                _tell(finding, style, new=told is None)
-                if hook is not None and finding.severity.level >= level:
-                    _fire(hook, name, finding)
-            if once:
-                return int(any(f.severity.level >= level for f in standing.values()))
-            sleep(interval_s)
-
-
-def _gist(finding: Finding) -> tuple[object, ...]:
-    """What makes a change worth a message: not every digit."""
-    return (finding.severity, finding.outcome, finding.verdict, finding.remedy.action, finding.kind)
-
-
-def _tell(finding: Finding, style: Style, *, new: bool) -> None:
-    word = "new" if new else "changed"
-    print(
-        f"{style.mark(finding.severity)} {finding.code} {word}  onset {finding.onset_step:,}  {safe(finding.summary)}",
-        flush=True,
-    )
-
-
-def _fire(hook: str, run: str, finding: Finding) -> None:
-    """Run the user's own command. A hook that fails or hangs is reported and harms nobody."""
-    environment = {
-        **os.environ,
-        "RUNHEALTH_RUN": run,
-        "RUNHEALTH_FINDING": finding.id,
-        "RUNHEALTH_CODE": finding.code,
-        "RUNHEALTH_SEVERITY": finding.severity.value,
-        "RUNHEALTH_STEP": str(finding.onset_step),
-    }
-    body = json.dumps({"run": run, **finding_json(finding)})
+    hooks = HookRunner(hook, info.name, hook_timeout_s) if hook is not None else None
+    done = said = False
     try:
-        done = subprocess.run(
-            hook,
-            shell=True,
-            input=body,
-            text=True,
-            env=environment,
-            stdout=STDERR_FD,
-            timeout=HOOK_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"diagnose: hook failed: {error}", file=sys.stderr)
-        return
-    if done.returncode != 0:
-        print(f"diagnose: hook ended with exit code {done.returncode}", file=sys.stderr)
+        while True:
+            news = _feed(engine, source)
+            waiting = getattr(source, "waiting_for", None)
+            if waiting and not said:
+                print(f"diagnose: waiting: {safe(waiting)}", file=sys.stderr)
+                said = True
+            if once:
+                engine.finish()
+            if news or once:
+                report = engine.report(info)
+                _tell(report, told, style, hooks, level)
+                if once:
+                    done = True
+                    return int(any(f.severity.level >= level for f in report.findings))
+            sleep(interval_s)
+    finally:
+        if hooks is not None:
+            hooks.close(wait=done)
+
+
+def _feed(engine: Engine, source: Pollable) -> bool:
+    """Returns whether findings may have changed."""
+    news = False
+    for _ in range(MOST_POLLS):
+        records = source.poll()
+        if not records:
+            break
+        for record in records:
+            news |= engine.feed_quietly(record)
+    return news
+
+
+def _tell(report: Report, told: Told, style: Style, hooks: HookRunner | None, level: int) -> None:
+    changed = False
+    for finding in report.findings:
+        change = told.change(finding)
+        if change is None:
+            continue
+        changed = True
+        told.add(finding)
+        step = next_step(finding, report)
+        word = NEW if change == NEW else "has changed"
+        text = f"{title(finding)} {word}, onset {finding.onset_step:,}: {facts(finding)}"
+        text += f" Next: {step.command or step.sentence}"
+        write_output(f"{style.mark(finding.severity)} {style.plain(text)}\n", None)
+        if hooks is not None and finding.severity.level >= level:
+            hooks.fire(finding, change)
+    if changed:
+        told.save()
+
+
+def identity_of(path: str) -> str:
+    """What tells a log from another one that takes its place: the name, and the file behind it."""
+    try:
+        return f"{Path(path).absolute()}#{Path(path).stat().st_ino}"
+    except OSError:
+        return path

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runhealth.storage.errors import RunNotFoundError, StoreError
-from runhealth.storage.schema import ALL_TABLES, META, PROGRESS, RECORD_TABLES
+from runhealth.storage.schema import ALL_TABLES, META, MIGRATIONS, PARTS, PROGRESS, RECORD_TABLES
 from runhealth.storage.store import read_run
 from runhealth.storage.view import View
 
@@ -53,7 +53,7 @@ def pack(run_path: str, target_path: str) -> PackResult:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         for table in ALL_TABLES:
-            if table is PROGRESS:  # there are no rank logs to go on with
+            if table in (PROGRESS, PARTS, MIGRATIONS):  # all rows are here, and there are no rank logs to go on with
                 continue
             source = "SELECT * FROM " + table.name
             if table is META:

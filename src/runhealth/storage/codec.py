@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from runhealth.storage.errors import CorruptDataError, StoreError
-from runhealth.storage.frame import FORMAT_VERSION, Frame, FrameKind, encode_frame
+from runhealth.storage.frame import FORMAT_VERSION, Frame, FrameKind, decode_frame, encode_frame
 from runhealth.storage.records import (
     BatchRecord,
     CheckpointRecord,
@@ -39,6 +39,7 @@ _BATCH_HEAD = struct.Struct(
     "<IqqqqBQQQI"
 )  # schema, micro_batch, first, last, samples, known hashes, hashes, shard bytes
 _F32 = struct.Struct("<f")
+_RANK = struct.Struct("<iI")  # rank, number of its connection
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +106,8 @@ _TYPICAL: Mapping[type, Scalar] = {float: 0.0, int: 0, bool: 0}
 class Encoder:
     """Turns the records of one rank into frames; remembers which schemas the current segment knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, doubles: bool = False) -> None:
+        self._doubles = doubles
         self._by_types: dict[tuple[object, ...], tuple[_Schema, tuple[int, ...]]] = {}
         self._by_codes: dict[tuple[object, ...], _Schema] = {}
         self._next_id = 0
@@ -212,6 +214,8 @@ class Encoder:
     ) -> _Schema:
         catalogue, width = _CATALOGUES[kind], len(names)
         codes = "".join(_code(catalogue.get(names[i % width]), number) for i, number in enumerate(numbers))
+        if self._doubles:
+            codes = codes.replace("f", "d")
         key = (kind, names, codes, layers)
         schema = self._by_codes.get(key)
         if schema is None:
@@ -244,10 +248,12 @@ class Decoder:
 
     def __init__(self) -> None:
         self.header: Mapping[str, Any] = {}
+        self.unreadable = False  # the segment has a format that this release does not know
         self.ended = False
         self.attempt = 0
         self.rank = 0
         self._schemas: dict[int, tuple[int, tuple[str, ...], struct.Struct, tuple[str, ...]]] = {}
+        self._ranks: dict[tuple[int, int], Decoder] = {}  # of a node's log: each connection numbers its own schemas
 
     def structure(self, frame: Frame) -> bool:
         """Take in a segment header, schema or end frame; False if the frame holds records instead."""
@@ -260,10 +266,17 @@ class Decoder:
                 self.header = json.loads(frame.payload)
                 version = self.header["format_version"]
                 if version > FORMAT_VERSION:
+                    self.unreadable = True
                     raise CorruptDataError(f"format version {version}; this release reads up to {FORMAT_VERSION}")
                 self.attempt, self.rank = self.header["attempt"], self.header["rank"]
             elif frame.kind == FrameKind.END:
                 self.ended = True
+            elif frame.kind == FrameKind.RANKED:
+                rank, inner = self._ranked(frame)
+                for one in inner:
+                    if one.kind == FrameKind.SCHEMA:
+                        rank.structure(one)
+                return False
             else:
                 return False
         except (ValueError, KeyError, TypeError, struct.error) as err:
@@ -282,6 +295,9 @@ class Decoder:
                 _, names, packing, _ = self._schemas[int.from_bytes(payload[:4], "little")]
                 values = dict(zip(names, packing.unpack(payload)[1:], strict=True))
                 return (StepRecord(attempt=self.attempt, step=step, rank=self.rank, ts_ns=ts_ns, values=values),)
+            if kind == FrameKind.RANKED:
+                decoder, inner = self._ranked(frame)
+                return [record for one in inner for record in decoder.decode(one)]
             if kind == FrameKind.LAYERS:
                 return self._decode_layers(step, ts_ns, payload)
             if kind == FrameKind.BATCH:
@@ -299,6 +315,15 @@ class Decoder:
                 raise
             raise CorruptDataError(f"frame of kind {kind} does not follow the format: {err!r}") from err
         raise CorruptDataError(f"frame kind {kind} is not known to format version {FORMAT_VERSION}")
+
+    def _ranked(self, frame: Frame) -> "tuple[Decoder, list[Frame]]":
+        """The frames inside a frame of a node's log, and the decoder of the rank they are of."""
+        rank, connection = _RANK.unpack_from(frame.payload)
+        decoder = self._ranks.get((rank, connection))
+        if decoder is None:
+            decoder = self._ranks[rank, connection] = Decoder()
+            decoder.header, decoder.attempt, decoder.rank = self.header, self.attempt, rank
+        return decoder, inner_frames(frame.payload, _RANK.size)
 
     def _decode_layers(self, step: int, ts_ns: int, payload: bytes) -> list[Record]:
         _, names, packing, layers = self._schemas[int.from_bytes(payload[:4], "little")]
@@ -329,9 +354,26 @@ class Decoder:
         )  # fmt: skip
 
 
-def segment_frame(header: Mapping[str, object], ts_ns: int) -> bytes:
+def segment_frame(header: Mapping[str, object], ts_ns: int, format_version: int = 1) -> bytes:
     """The first frame of a segment."""
-    return encode_frame(FrameKind.SEGMENT, 0, ts_ns, _dump({"format_version": FORMAT_VERSION, **header}))
+    return encode_frame(FrameKind.SEGMENT, 0, ts_ns, _dump({"format_version": format_version, **header}))
+
+
+def ranked_frame(rank: int, connection: int, frames: bytes, ts_ns: int) -> bytes:
+    """Frames of one rank, as they stand in the log of its node's agent. `connection` is never used twice in a log."""
+    return encode_frame(FrameKind.RANKED, 0, ts_ns, _RANK.pack(rank, connection) + frames)
+
+
+def inner_frames(data: bytes, start: int = 0) -> list[Frame]:
+    """All frames from `start` to the end of `data`. Raises CorruptDataError unless they are whole and sound."""
+    frames = []
+    while start < len(data):
+        frame = decode_frame(data, start)
+        if frame is None:
+            raise CorruptDataError(f"a frame inside another is cut off at byte {start}")
+        frames.append(frame)
+        start = frame.end
+    return frames
 
 
 def end_frame(ts_ns: int) -> bytes:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from runhealth.storage.errors import CorruptDataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # that this release reads up to; a segment says the lowest one that can read it
 MAGIC = int.from_bytes(b"RHLG", "little")
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024  # a longer one is a damaged length
 
@@ -34,6 +34,7 @@ class FrameKind(IntEnum):
     CHECKPOINT = 6
     EVENT = 7
     END = 8  # last frame of a segment that was closed
+    RANKED = 9  # since format 2: frames of one rank of a node, in the log of the node's agent
 
 
 class Frame(NamedTuple):
@@ -78,14 +79,17 @@ def decode_frame(data: bytes, offset: int = 0) -> Frame | None:
     return Frame(kind, step, ts_ns, payload, end)
 
 
-def frame_kind(data: bytes, offset: int) -> int:
-    """Kind of the frame at `offset`, unchecked."""
-    return int.from_bytes(data[offset + 24 : offset + 28], "little")
-
-
-def skip_frame(data: bytes, offset: int) -> int:
-    """End of the frame at `offset`, unchecked."""
-    return offset + HEADER_BYTES + int.from_bytes(data[offset + 4 : offset + 8], "little")
+def find_frame(data: bytes, start: int) -> int:
+    """Offset of the first whole frame at or after `start` whose checksum agrees; -1 if there is none."""
+    position = data.find(_MAGIC_BYTES, start)
+    while position >= 0:
+        try:
+            if decode_frame(data, position) is not None:
+                return position
+        except CorruptDataError:
+            pass
+        position = data.find(_MAGIC_BYTES, position + 1)
+    return -1
 
 
 _MAGIC_BYTES = MAGIC.to_bytes(4, "little")

@@ -149,3 +149,13 @@ class RemotePlace:
             fs.get_file(f"{path}/{name}", str(target))
         except Exception as err:
             raise StoreError(f"cannot fetch {self.path}/{name}: {err}") from err
+
+
+def remote_path(connection: Any, url: str) -> str:
+    """What a DuckDB connection calls the object at `url`, after it was taught the file system."""
+    import fsspec  # here: the training process never needs it
+
+    protocol = url.partition("://")[0]
+    if not connection.filesystem_is_registered(protocol):
+        connection.register_filesystem(fsspec.filesystem(protocol))
+    return url

@@ -5,35 +5,43 @@ checkpointed and closed, and a copy replaces `run.duckdb` by rename. The databas
 it open: DuckDB's lock is an fcntl lock, and closing any other descriptor of the file would drop it.
 """
 
-import errno
-import fcntl
 import os
 import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from runhealth.storage.errors import StoreError
+from runhealth.storage.database import (
+    build_successor,
+    connect,
+    fill_from_manifests,
+    make_views,
+    open_tables,
+    undo_views,
+)
+from runhealth.storage.durable import sync_folder
+from runhealth.storage.errors import CorruptDataError, StoreError
+from runhealth.storage.lease import lease
+from runhealth.storage.parts import Manifest, manifest_name, read_manifests, union_sql, write_part
 from runhealth.storage.places import is_remote
 from runhealth.storage.records import Record, Rejected
-from runhealth.storage.schema import DATABASE_FORMAT_VERSION
+from runhealth.storage.retention import retire_logs
 from runhealth.storage.sink import Sink, read_claims
-from runhealth.storage.tail import RunTail
+from runhealth.storage.tail import RetiredLogError, RunTail, SegmentTail, rejected_of
 
 _CHUNK_BYTES = 16 * 1024 * 1024  # of rank logs in one transaction
-_CONFIG: dict[str, str | bool | int | float | list[str]] = {
-    "memory_limit": "512MB", "threads": 2, "autoinstall_known_extensions": False,
-    "default_block_size": "131072",  # a column takes at least one block: small runs stay small
-    "storage_compatibility_version": "v1.2.0",  # files of DuckDB 2 are unreadable for 1.x unless asked for
-}  # fmt: skip
+PART_BYTES = 64 * 1024 * 1024  # of rank logs; beyond the last part, run.duckdb holds about as much
+RETENTION_S = 900.0  # how long a rank log stays after a part covers it: for readers that follow it
+_SUCCESSOR = "successor.duckdb"
 # Trouble of the machine, not of the database: building it anew would not help.
 _ENVIRONMENT = re.compile(
     r"no space left|permission denied|read-only|file too large|could not set lock|quota|cannot open file", re.IGNORECASE
@@ -50,15 +58,19 @@ class PublishResult:
     replaced: bool
     seconds: float
     rejected: tuple[Rejected, ...] = ()
+    parts: int = 0  # that the run has now
+    retired: int = 0  # rank log segments that were removed because parts cover them
 
 
 class Publisher:
     """Publishes one run. One publisher at a time works on a run; others get a StoreError."""
 
-    def __init__(self, run_path: str) -> None:
+    def __init__(self, run_path: str, *, part_bytes: int = PART_BYTES, retention_s: float = RETENTION_S) -> None:
         if is_remote(run_path):
             raise StoreError(f"a publisher works on a local run folder; {run_path} is remote")
-        self._run = Path(run_path)
+        self._run = Path(run_path).absolute()
+        self._part_bytes = part_bytes
+        self._retention_s = retention_s
         self._folder = self._run / ".publish"
         self._private = self._folder / "private.duckdb"
         self._target = self._run / "run.duckdb"
@@ -66,23 +78,33 @@ class Publisher:
         self._tail: RunTail | None = None
         self._committed: dict[str, int] = {}
         self._claims: list[dict[str, Any]] = []
+        self._manifests: list[Manifest] = []
         self.last_error: StoreError | None = None
 
-    def publish(self) -> PublishResult:
-        """Take in what the rank logs gained and replace run.duckdb. Idempotent. Raises StoreError with the path."""
+    def publish(self, *, wait_s: float = 0.0, seal: bool = False) -> PublishResult:
+        """Take in what the rank logs gained and replace run.duckdb. Idempotent. Raises StoreError with the path.
+
+        Waits up to `wait_s` for another publisher. `seal` makes a part of all rows, however few they are.
+        """
         started = time.monotonic()
+        retired = 0
         try:
-            with self._locked():
+            with self._locked(wait_s):
                 try:
-                    records, replaced = self._publish()
+                    records, replaced = self._publish(seal=seal)
                 except duckdb.Error as err:
                     if _ENVIRONMENT.search(str(err)):
                         raise
-                    self._discard()  # damaged: the rank logs hold everything
-                    records, replaced = self._publish(rebuild=True)
+                    self._discard()  # damaged: parts and rank logs hold everything
+                    records, replaced = self._publish(rebuild=True, seal=seal)
+                if self._manifests:
+                    retired = retire_logs(self._run, self._manifests[-1], self._retention_s)
         except duckdb.Error as err:
             self._tail = None
             raise StoreError(f"cannot publish {self._target}: {str(err).splitlines()[0]}") from err
+        except CorruptDataError as err:
+            self._tail = None
+            raise StoreError(f"cannot publish {self._target}: {err}") from err
         except StoreError:
             self._tail = None
             raise
@@ -92,7 +114,7 @@ class Publisher:
         rejected = tuple(self._tail.rejected()) if self._tail else ()
         return PublishResult(
             path=str(self._target), records=records, replaced=replaced, seconds=time.monotonic() - started,
-            rejected=rejected,
+            rejected=rejected, parts=len(self._manifests), retired=retired,
         )  # fmt: skip
 
     def run_forever(self, stop: threading.Event, interval_s: float = 1.0) -> None:
@@ -116,43 +138,47 @@ class Publisher:
             stop.wait(max(interval_s, _DUTY * (time.monotonic() - started)))
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def exclusive(self, wait_s: float) -> Iterator[Path]:
+        """Keep other publishers out and give the path of the private database, which may be replaced."""
+        with self._locked(wait_s):
+            yield self._private
+
+    @contextmanager
+    def _locked(self, wait_s: float) -> Iterator[None]:
         if not self._run.is_dir():
             raise StoreError(f"no run folder {self._run}")
         self._folder.mkdir(exist_ok=True)
-        lock = self._folder / "lock"
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as err:
-                if err.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise StoreError(f"another publisher (process {holder}) is at work: {lock} is held") from err
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        finally:
-            os.close(fd)
+        with lease(self._folder / "lock", "publisher", wait_s):
+            yield
 
-    def _publish(self, *, rebuild: bool = False) -> tuple[int, bool]:
+    def _publish(self, *, rebuild: bool = False, seal: bool = False) -> tuple[int, bool]:
         if not rebuild and not self._private.exists() and not self._seed():
             return 0, False
         claims = read_claims(str(self._run))
-        records: list[Record] = self._tail.read(_CHUNK_BYTES) if self._tail else []
-        if self._tail and not records and not self._tail.more and claims == self._claims and self._up_to_date():
-            return 0, False
-        connection = duckdb.connect(str(self._private), config=_CONFIG)
+        records: list[Record] = []
         try:
-            taken = self._take_in(connection, claims, records)
-            generation = connection.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
-            connection.execute("CHECKPOINT")
-        finally:
-            connection.close()
+            records = self._tail.read(_CHUNK_BYTES) if self._tail else []
+        except RetiredLogError:  # another publisher was here meanwhile, and far ahead
+            self._tail = None
+        unchanged = self._tail and not records and not self._tail.more and claims == self._claims
+        if unchanged and not seal and self._up_to_date():
+            return 0, False
+        taken, more = 0, True
+        while more:
+            connection = connect(self._private)
+            try:
+                self._open_tables(connection)
+                chunk, more = self._take_in(connection, claims, records)
+                taken, records = taken + chunk, []
+                if more or seal or self._bytes_beyond_parts() >= self._part_bytes:
+                    self._seal(connection)
+                generation = connection.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
+                connection.execute("CHECKPOINT")
+            finally:
+                connection.close()
+            successor = self._folder / _SUCCESSOR
+            if successor.exists():
+                successor.replace(self._private)
         self._claims = claims
         assert generation is not None
         if self._up_to_date(generation[0]):
@@ -160,10 +186,42 @@ class Publisher:
         self._replace(generation[0])
         return taken, True
 
+    def _open_tables(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Tables of the current format, and what they say of parts; a database that contradicts the parts on disk
+        counts as damaged and is built anew."""
+        (self._folder / _SUCCESSOR).unlink(missing_ok=True)
+        open_tables(connection)
+        listed = connection.execute("SELECT count(DISTINCT number) FROM parts").fetchone()
+        assert listed is not None
+        manifests = read_manifests(self._run)
+        if len(manifests) < listed[0]:
+            raise CorruptDataError(
+                f"{self._run / manifest_name(len(manifests))} is missing, but run.duckdb needs {listed[0]} parts: "
+                "restore it from a copy of the run"
+            )
+        # A part that was written but not entered belongs to a publisher that died: its rows are still in the tables.
+        self._manifests = manifests[: listed[0]]
+
+    def _bytes_beyond_parts(self) -> int:
+        covered = sum(offset for _, offset, *_ in self._manifests[-1].progress) if self._manifests else 0
+        return sum(self._committed.values()) - covered
+
+    def _seal(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Make the next part of all rows and prepare the successor of the private database, without them."""
+        rows = connection.execute("SELECT table_name, sum(rows)::BIGINT FROM parts GROUP BY table_name").fetchall()
+        number = len(self._manifests)
+        manifest = write_part(connection, self._run, number, dict(rows))
+        if manifest is None:
+            return
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (uuid.uuid4().hex,))
+        self._manifests.append(manifest)
+        build_successor(connection, self._folder / _SUCCESSOR, manifest)
+
     def _take_in(
         self, connection: duckdb.DuckDBPyConnection, claims: list[dict[str, Any]], records: list[Record]
-    ) -> int:
-        sink = _open_tables(connection)
+    ) -> tuple[int, bool]:
+        """Commit what the logs gained, up to a part's worth; returns the records taken and whether there are more."""
+        sink = Sink(connection, elsewhere=self._in_parts(connection))
         progress = dict(connection.execute("SELECT file, offset_bytes FROM progress").fetchall())
         if self._tail is None or progress != self._committed:  # or another publisher was here meanwhile
             self._tail = RunTail(str(self._run), progress)
@@ -180,31 +238,69 @@ class Publisher:
                 sink.write_attempts(claims)
             moved = {t.name: t for t in self._tail.segments() if progress.get(t.name) != t.offset or t.problem}
             for name, tail in moved.items():
-                state = "damaged" if tail.problem else "ended" if tail.ended else "open"
+                before = connection.execute(
+                    "SELECT offset_bytes, message FROM progress WHERE file = ?", (name,)
+                ).fetchone()
+                message = _message(tail, *(before or (0, "")))
+                state = "damaged" if message else "ended" if tail.ended else "open"
                 connection.execute("DELETE FROM progress WHERE file = ?", (name,))
-                connection.execute("INSERT INTO progress VALUES (?, ?, ?, ?)", (name, tail.offset, state, tail.problem))
+                connection.execute("INSERT INTO progress VALUES (?, ?, ?, ?)", (name, tail.offset, state, message))
                 progress[name] = tail.offset
             connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (uuid.uuid4().hex,))
             connection.execute("COMMIT")
             self._committed = dict(progress)
             taken, first = taken + len(records), False
             pending = self._tail.more
+            if pending and self._bytes_beyond_parts() >= self._part_bytes:
+                return taken, True
             records = self._tail.read(_CHUNK_BYTES) if pending else []
-        return taken
+        return taken, False
+
+    def _in_parts(self, connection: duckdb.DuckDBPyConnection) -> Callable[[str], str | None]:
+        def select(table_name: str) -> str | None:
+            files = [str(self._run / part.file) for m in self._manifests for part in m.files
+                     if part.table_name == table_name]  # fmt: skip
+            return union_sql(connection, files, {}) if files else None
+
+        return select
 
     def _seed(self) -> bool:
         """Make sure there is a private database or something to build it from."""
         if self._target.exists():  # the private one was removed: continue from the published one
-            self._copy(self._target, self._private)
+            self._copy(self._target, self._private, undo_views)
             return True
-        return next(self._run.glob("log/a*/r*/*.rlog"), None) is not None
+        manifests = read_manifests(self._run)
+        if manifests:
+            self._copy_of_parts(manifests)
+            return True
+        return self._has_logs()
+
+    def _has_logs(self) -> bool:
+        return next(self._run.glob("log/a*/[rn]*/*.rlog"), None) is not None
 
     def _discard(self) -> None:
-        self._tail = None
+        """Forget the private database; parts and rank logs have everything that it had."""
+        self._tail, self._committed = None, {}
         for suffix in ("", ".wal"):
             Path(f"{self._private}{suffix}").unlink(missing_ok=True)
-        if next(self._run.glob("log/a*/r*/*.rlog"), None) is None:
+        manifests = read_manifests(self._run)
+        if manifests:
+            self._copy_of_parts(manifests)
+        elif not self._has_logs():
+            if self._target.exists():  # pruned, or the logs were removed by hand: run.duckdb is all there is
+                self._copy(self._target, self._private, undo_views)
+                return
             raise StoreError(f"{self._private} is damaged and there are no rank logs to build it from")
+
+    def _copy_of_parts(self, manifests: list[Manifest]) -> None:
+        temporary = self._folder / "from-parts.tmp"
+        temporary.unlink(missing_ok=True)
+        connection = connect(temporary)
+        try:
+            fill_from_manifests(connection, manifests)
+        finally:
+            connection.close()
+        temporary.replace(self._private)
 
     def _up_to_date(self, generation: str | None = None) -> bool:
         """Is run.duckdb the file that was published last, with this generation if one is given?"""
@@ -219,36 +315,41 @@ class Publisher:
         wal = Path(f"{self._private}.wal")
         if wal.exists():
             raise StoreError(f"{wal} is left after the database was closed: not published")
-        self._copy(self._private, self._target)
+        parts = [part for manifest in self._manifests for part in manifest.files]
+        self._copy(self._private, self._target, partial(make_views, run=self._run, parts=parts) if parts else None)
         stat = self._target.stat()
         self._marker.write_text(f"{generation} {stat.st_ino} {stat.st_mtime_ns}")
 
-    def _copy(self, source: Path, target: Path) -> None:
-        """A whole copy under the target's name, or none."""
+    def _copy(
+        self, source: Path, target: Path, change: Callable[[duckdb.DuckDBPyConnection], None] | None = None
+    ) -> None:
+        """A whole copy, changed, under the target's name, or none."""
         temporary = self._folder / f"{target.name}.tmp"
+        Path(f"{temporary}.wal").unlink(missing_ok=True)
         try:
             shutil.copyfile(source, temporary)
+            if change is not None:
+                connection = connect(temporary)
+                try:
+                    change(connection)
+                    connection.execute("CHECKPOINT")
+                finally:
+                    connection.close()
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(target)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        fd = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(target.parent)
 
 
-def _open_tables(connection: duckdb.DuckDBPyConnection) -> Sink:
-    """Tables of the current format; a database of an unknown format counts as damaged and is built anew."""
-    sink = Sink(connection)
-    found = connection.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone()
-    if found is None:
-        connection.execute(
-            "INSERT INTO meta VALUES ('format_version', ?), ('generation', '-')", (str(DATABASE_FORMAT_VERSION),)
-        )
-    elif found[0] != str(DATABASE_FORMAT_VERSION):
-        raise duckdb.InvalidInputException(f"database format {found[0]}, expected {DATABASE_FORMAT_VERSION}")
-    return sink
+def _message(tail: SegmentTail, offset: int, before: str) -> str:
+    """What could not be read of a segment: what an earlier publication skipped (it is before its `offset`), what was
+    skipped now, and what reading stops at. One line each, as `rejected_of` takes them apart."""
+    lines = {one.line: one.why for one in rejected_of(tail.name, offset, before) if one.line < offset}
+    lines |= {gap.line: gap.why for gap in tail.gaps}
+    end = tail.rejected(final=False)
+    if end is not None:
+        lines[end.line] = end.why
+    return "\n".join(lines[line].removeprefix(f"{tail.name}: ") for line in sorted(lines))

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from runhealth.storage.codec import Encoder, end_frame, segment_frame
+from runhealth.storage.durable import sync_folder
 from runhealth.storage.errors import StoreError
 from runhealth.storage.process import start_ticks
 from runhealth.storage.records import Record
@@ -33,6 +34,8 @@ def rank_folder(rank: int) -> str:
 
 class RankLog:
     """The open log of one rank. Use `RankLog.create`. Safe to use from several threads, never from a forked child."""
+
+    _format_version = 1
 
     def __init__(
         self, folder: Path, attempt: int, rank: int, *,
@@ -63,26 +66,38 @@ class RankLog:
     @classmethod
     def create(
         cls, attempt_dir: str, rank: int, *, fsync: Literal["background", "step"] = "background",
-        segment_bytes: int = SEGMENT_BYTES, clock: Callable[[], int] = time.time_ns,
+        segment_bytes: int = SEGMENT_BYTES, clock: Callable[[], int] = time.time_ns, doubles: bool = False,
     ) -> "RankLog":  # fmt: skip
         """Claim `<attempt_dir>/r<rank>` and open its first segment.
 
         `attempt_dir` is `AttemptDir.path` of `Store.claim_attempt`. Raises StoreError if the rank is already claimed in
-        this attempt, or if the folder cannot be written.
+        this attempt, or if the folder cannot be written. `doubles` keeps every float as a double, also where the
+        catalogue calls a signal single precision: for values that were not measured so, such as parsed decimals.
         """
+        log = cls._claim(attempt_dir, rank_folder(rank), rank, fsync=fsync, segment_bytes=segment_bytes, clock=clock)
+        log._encoder = Encoder(doubles=doubles)
+        return log
+
+    @classmethod
+    def _claim(
+        cls, attempt_dir: str, name: str, rank: int, *, fsync: Literal["background", "step"], segment_bytes: int,
+        clock: Callable[[], int],
+    ) -> Self:  # fmt: skip
+        """Make the folder `name` of the attempt, or fail if it is there, and begin the log in it."""
         parent = Path(attempt_dir)
         match = _ATTEMPT_FOLDER.fullmatch(parent.name)
         if match is None:
             raise StoreError(f"expected an attempt folder such as <run>/log/a000, met {attempt_dir}")
         if "://" in attempt_dir:
             raise StoreError(f"a rank log is written to a local disk; {attempt_dir} is remote")
-        folder = parent / rank_folder(rank)
+        folder = parent / name
         try:
             folder.mkdir()
-            _sync_folder(parent)
+            sync_folder(parent)
         except FileExistsError as err:
             raise StoreError(
-                f"rank {rank} of attempt {int(match[1])} is already claimed: {folder} exists; "
+                f"{'rank' if name[0] == 'r' else 'node'} {int(name[1:])} of attempt {int(match[1])} "
+                f"is already claimed: {folder} exists; "
                 "a restart needs a new attempt (another launch key)"
             ) from err
         except OSError as err:
@@ -178,10 +193,10 @@ class RankLog:
             self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._sequence += 1
             self._file, self._size = str(file), 0
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         except OSError as err:
             raise StoreError(f"cannot create the rank log segment {file}: {err.strerror}") from err
-        frame = segment_frame(header, self._clock())
+        frame = segment_frame(header, self._clock(), self._format_version)
         try:
             self._write(frame, (frame,))
         except StoreError:  # a segment without a header is useless: take it back, the next append tries again
@@ -239,11 +254,3 @@ class RankLog:
                     self._flush_and_close(fd)
                 except StoreError as err:
                     self._sync_error = err
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,14 +1,17 @@
 """RunReader: a run of the store as records, as SQL tables, and as something that can be followed while it grows."""
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 
 import polars as pl
 
+from runhealth.storage.follow import PublishedFollower
+from runhealth.storage.places import is_remote
 from runhealth.storage.records import Record, Rejected, SourceInfo
 from runhealth.storage.schema import RECORD_TABLES
 from runhealth.storage.store import RunInfo, Store
-from runhealth.storage.tail import RunTail, order
+from runhealth.storage.tail import RetiredLogError, RunTail, order, rejected_of
 from runhealth.storage.view import View
 
 _POLL_BYTES = 16 * 1024 * 1024
@@ -26,7 +29,9 @@ class RunReader:
         self._lock = threading.RLock()
         self._view: View | None = None
         self._followed: RunTail | None = None
+        self._pid = os.getpid()
         self._polled = False
+        self._follower: PublishedFollower | None = None
 
     @classmethod
     def open(cls, run: str, store: str | None = None) -> "RunReader":
@@ -46,9 +51,14 @@ class RunReader:
         """What is new since the last poll; the first returns all. Ordered like `records()` within one call.
 
         Costs a few file stats when nothing is new. At most about 16 MB of rank logs a call, so call it again at once
-        while it returns something. A packed or remote run does not grow: later polls of it are empty.
+        while it returns something. A run elsewhere than on this disk grows when it is pushed there again. Raises
+        RetiredLogError (a StoreError) if this reader slept so long that rank logs were removed meanwhile.
         """
         with self._lock:
+            if is_remote(self.info.path):
+                if self._follower is None:
+                    self._follower = PublishedFollower(self.info)
+                return self._follower.read()
             if not self._polled:
                 view = View(self.info)
                 try:
@@ -107,22 +117,32 @@ class RunReader:
         self.close()
 
     def _current(self) -> View:
+        if self._view is not None and self._pid != os.getpid():
+            self._view = None  # a forked child: the connection is its parent's, and using it may hang
+        self._pid = os.getpid()
         if self._view is not None and self._view.is_stale():
             self._view.close()
             self._view = None
+        if self._view is not None:
+            try:
+                self._view.sync()
+            except RetiredLogError:  # the published run covers more than it did when this view was opened
+                self._view.close()
+                self._view = None
         if self._view is None:
             self._view = View(self.info)
-        else:
-            self._view.sync()
         return self._view
 
     @staticmethod
     def _rejected(view: View) -> list[Rejected]:
-        found = view.tail.rejected() if view.tail is not None else []
-        logs = {tail.name for tail in view.tail.segments()} if view.tail is not None else set()
-        for file, offset, message in view.connection.execute(
-            "SELECT file, offset_bytes, message FROM progress WHERE message <> ''"
-        ).fetchall():
-            if file not in logs:
-                found.append(Rejected(line=offset, why=f"{file}: at byte {offset}: {message}"))
+        published = view.connection.execute(
+            "SELECT file, offset_bytes, message FROM progress WHERE message <> '' ORDER BY file"
+        ).fetchall()
+        found = [one for file, offset, message in published for one in rejected_of(file, offset, message)]
+        if view.tail is not None:
+            # the end of a log may be a write under way, which only its tail can tell
+            followed = {tail.name: tail.start for tail in view.tail.segments()}
+            found = [
+                one for one in found if one.line < followed.get(one.why.partition(": ")[0], one.line + 1)
+            ] + view.tail.rejected()
         return found

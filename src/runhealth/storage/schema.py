@@ -11,7 +11,7 @@ from types import MappingProxyType
 from runhealth.storage.records import Scalar
 from runhealth.storage.signals import BATCH_SIGNALS, LAYER_SIGNALS, STEP_SIGNALS, Dtype, Signal
 
-DATABASE_FORMAT_VERSION = 1
+DATABASE_FORMAT_VERSION = 2
 
 _KEY = (("attempt", "INTEGER"), ("step", "BIGINT"), ("rank", "INTEGER"), ("ts_ns", "BIGINT"))
 
@@ -81,14 +81,31 @@ SIGNALS = Table(
 PROGRESS = Table(
     "progress", (("file", "VARCHAR"), ("offset_bytes", "BIGINT"), ("state", "VARCHAR"), ("message", "VARCHAR"))
 )
+PARTS = Table(
+    "parts",
+    (
+        ("number", "INTEGER"),
+        ("table_name", "VARCHAR"),
+        ("file", "VARCHAR"),
+        ("rows", "BIGINT"),
+        ("first_row", "BIGINT"),
+        ("size_bytes", "BIGINT"),
+        ("xxh3_64", "UBIGINT"),
+        ("first_step", "BIGINT"),
+        ("last_step", "BIGINT"),
+    ),
+)
+MIGRATIONS = Table("migrations", (("number", "INTEGER"), ("name", "VARCHAR"), ("applied_ns", "BIGINT")))
 META = Table("meta", (("key", "VARCHAR"), ("value", "VARCHAR")))
-ALL_TABLES = (*RECORD_TABLES, ATTEMPTS, SIGNALS, PROGRESS, META)
+BOOKKEEPING = (PROGRESS, PARTS, MIGRATIONS, META)  # of the published database; a live tail adds nothing to them
+ALL_TABLES = (*RECORD_TABLES, ATTEMPTS, SIGNALS, *BOOKKEEPING)
 
 # Wide enough for everything a signal of this catalogue type usually holds; widened when something else arrives.
 COLUMN_TYPES: Mapping[Dtype, str] = MappingProxyType(
     {Dtype.F32: "DOUBLE", Dtype.F64: "DOUBLE", Dtype.I64: "BIGINT", Dtype.U64: "UBIGINT"}
 )
 _I64_MAX = 2**63 - 1
+EXACT_INTEGER = 2**53  # integers up to here are exact in a double
 BOTH_INTEGERS = "DECIMAL(20,0)"  # holds every i64 and every u64
 
 
@@ -112,6 +129,12 @@ def column_type(current: str | None, values: Sequence[Scalar | None]) -> str:
 def quoted(identifier: str) -> str:
     """An SQL identifier."""
     return '"' + identifier.replace('"', '""') + '"'
+
+
+def recent(table: Table) -> str:
+    """Where run.duckdb keeps the rows that are in no part yet, once the run has parts: the table's own name is then a
+    view over both."""
+    return f"{table.name}_recent"
 
 
 def create_sql(table: Table, schema: str) -> str:

@@ -5,7 +5,7 @@ column and the same type.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from runhealth.storage.schema import (
     CHECKPOINTS,
     COLUMN_TYPES,
     EVENTS,
+    EXACT_INTEGER,
     LAYERS,
     SIGNALS,
     STEPS,
@@ -53,21 +54,31 @@ _TABLE_OF: Mapping[type, Table] = {
 
 
 class Sink:
-    """Writes records into `schema` of `connection`, inside whatever transaction is open there."""
+    """Writes records into `schema` of `connection`, inside whatever transaction is open there.
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, schema: str = "main") -> None:
+    `elsewhere` names, for a table, SQL that selects the rows of the run that are not in this schema.
+    """
+
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, schema: str = "main", *,
+        elsewhere: Callable[[str], str | None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._connection = connection
         self._schema = schema
+        self._elsewhere = elsewhere
         self.shape = 0  # grows when a column is added or widened
         for table in ALL_TABLES:
             connection.execute(create_sql(table, schema))
-        self._columns: dict[tuple[str, str], tuple[str, str]] = {}
+        # (table, signal) -> column and type; a second one where no single type holds all values exactly
+        self._columns: dict[tuple[str, str], list[tuple[str, str]]] = {}
         self._taken: dict[str, set[str]] = {
             table.name: {name for name, _ in table.fixed} for table in (STEPS, LAYERS, BATCHES)
         }
-        rows = connection.execute(f"SELECT table_name, name, column_name, column_type FROM {schema}.signals").fetchall()
+        rows = connection.execute(
+            f"SELECT table_name, name, column_name, column_type FROM {schema}.signals ORDER BY rowid"
+        ).fetchall()
         for table_name, name, column, kind in rows:
-            self._columns[table_name, name] = (column, kind)
+            self._columns.setdefault((table_name, name), []).append((column, kind))
             self._taken[table_name].add(column.lower())
 
     def write(self, records: Iterable[Record]) -> None:
@@ -102,43 +113,74 @@ class Sink:
         """Arrow columns of all signals in `rows`, after the table was given columns for them."""
         names = dict.fromkeys(name for keys in dict.fromkeys(map(tuple, rows)) for name in keys)
         values = {name: [row.get(name) for row in rows] for name in names}
-        self._widen(table, values)
-        self._add(table, {name: column for name, column in values.items() if (table.name, name) not in self._columns})
+        self._add(
+            table,
+            {
+                name: column_type(_declared(table, name), column)
+                for name, column in values.items()
+                if (table.name, name) not in self._columns
+            },
+        )
         arrays = {}
+        rest: dict[str, list[Scalar | None]] = {}
         for name, column_values in values.items():
-            column, kind = self._columns[table.name, name]
-            if kind == "DOUBLE":
-                column_values = [None if value is None else float(value) for value in column_values]
-            arrays[column] = pa.array(column_values, type=_ARROW[kind])
+            kind = self._widen(table, name, 0, column_values)
+            column = self._columns[table.name, name][0][0]
+            fitting, others = _split(column_values, kind)
+            arrays[column] = pa.array(fitting, type=_ARROW[kind])
+            if others is not None:
+                rest[name] = others
+        second = {
+            name: column_type(None, others) for name, others in rest.items() if len(self._columns[table.name, name]) < 2
+        }
+        self._add(table, second)
+        for name, others in rest.items():
+            kind = self._widen(table, name, 1, others)
+            arrays[self._columns[table.name, name][1][0]] = pa.array(others, type=_ARROW[kind])
         return arrays
 
-    def _widen(self, table: Table, values: Mapping[str, Sequence[Scalar | None]]) -> None:
-        for name, column_values in values.items():
-            column, old = self._columns.get((table.name, name), ("", ""))
-            kind = column_type(old, column_values) if old else old
-            if kind != old:
-                where = f"{self._schema}.{table.name}"
-                self._connection.execute(f"ALTER TABLE {where} ALTER COLUMN {quoted(column)} SET DATA TYPE {kind}")
-                self._connection.execute(
-                    f"UPDATE {self._schema}.signals SET column_type = ? WHERE table_name = ? AND name = ?",
-                    (kind, table.name, name),
-                )
-                self._columns[table.name, name] = (column, kind)
-                self.shape += 1
+    def _widen(self, table: Table, name: str, which: int, values: Sequence[Scalar | None]) -> str:
+        """The type of the signal's column after it was made wide enough for `values`, as far as that loses nothing."""
+        column, old = self._columns[table.name, name][which]
+        kind = column_type(old, values)
+        if kind == "DOUBLE" and old != "DOUBLE" and not self._fits_double(table, column):
+            kind = column_type(old, [value for value in values if isinstance(value, int)])
+        if kind != old:
+            where = f"{self._schema}.{table.name}"
+            self._connection.execute(f"ALTER TABLE {where} ALTER COLUMN {quoted(column)} SET DATA TYPE {kind}")
+            self._connection.execute(
+                f"UPDATE {self._schema}.signals SET column_type = ? WHERE table_name = ? AND column_name = ?",
+                (kind, table.name, column),
+            )
+            self._columns[table.name, name][which] = (column, kind)
+            self.shape += 1
+        return kind
 
-    def _add(self, table: Table, values: Mapping[str, Sequence[Scalar | None]]) -> None:
-        """Columns for signals that are new."""
-        if not values:
+    def _fits_double(self, table: Table, column: str) -> bool:
+        """Does a double hold every integer that the run has in this column?"""
+        sources = [f"SELECT {quoted(column)} FROM {self._schema}.{table.name}"]
+        elsewhere = self._elsewhere(table.name)
+        if elsewhere is not None:
+            held = {name for name, *_ in self._connection.execute(f"DESCRIBE {elsewhere}").fetchall()}
+            if column in held:
+                sources.append(f"SELECT {quoted(column)} FROM ({elsewhere})")
+        found = self._connection.execute(
+            f"SELECT max(abs(CAST(value AS HUGEINT))) FROM ({' UNION ALL '.join(sources)}) AS held(value)"
+        ).fetchall()
+        return found[0][0] is None or bool(found[0][0] <= EXACT_INTEGER)
+
+    def _add(self, table: Table, kinds: Mapping[str, str]) -> None:
+        """One more column for each of these signals, of these types."""
+        if not kinds:
             return
         rows = []
-        for name, column_values in values.items():
+        for name, kind in kinds.items():
             signal = table.catalogue.get(name) if table.catalogue else None
-            kind = column_type(COLUMN_TYPES[signal.dtype] if signal else None, column_values)
             column, n = name or "_", 2
             while column.lower() in self._taken[table.name]:
                 column, n = f"{name}_{n}", n + 1
             self._taken[table.name].add(column.lower())
-            self._columns[table.name, name] = (column, kind)
+            self._columns.setdefault((table.name, name), []).append((column, kind))
             described = (signal.unit, str(signal.scope), signal.meaning) if signal else ("", "", "")
             rows.append((table.name, name, column, kind, *described))
         where = f"{self._schema}.{table.name}"
@@ -160,6 +202,26 @@ class Sink:
             self._connection.execute(f"INSERT INTO {self._schema}.{table.name} BY NAME SELECT * FROM incoming")
         finally:
             self._connection.unregister("incoming")
+
+
+def _declared(table: Table, name: str) -> str | None:
+    signal = table.catalogue.get(name) if table.catalogue else None
+    return COLUMN_TYPES[signal.dtype] if signal else None
+
+
+def _split(values: Sequence[Scalar | None], kind: str) -> tuple[Sequence[Scalar | None], list[Scalar | None] | None]:
+    """The values that a column of this type holds exactly, and the others if there are any; None elsewhere in both."""
+    if kind == "DOUBLE":
+        if all(type(value) is not int or -EXACT_INTEGER <= value <= EXACT_INTEGER for value in values):
+            return [None if value is None else float(value) for value in values], None
+        fits = [type(value) is not int or -EXACT_INTEGER <= value <= EXACT_INTEGER for value in values]
+    else:
+        if all(type(value) is not float for value in values):
+            return values, None
+        fits = [type(value) is not float for value in values]
+    convert: Callable[[Any], Scalar] = float if kind == "DOUBLE" else int
+    fitting = [convert(value) if fit and value is not None else None for fit, value in zip(fits, values, strict=True)]
+    return fitting, [None if fit else value for fit, value in zip(fits, values, strict=True)]
 
 
 def read_claims(run_path: str) -> list[dict[str, Any]]:

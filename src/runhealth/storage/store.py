@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runhealth.storage.errors import AmbiguousRunError, RunNotFoundError, StoreError
+from runhealth.storage.index import run_bodies
 from runhealth.storage.places import Place, is_remote, place_of
 
 RUN_FORMAT_VERSION = 1
@@ -161,8 +162,25 @@ class Store:
         return Path(self.root)
 
     def _own_runs(self) -> list[RunInfo]:
+        if not is_remote(self.root):
+            return self._local_runs()
         runs = (_read_run(self._place.child(name)) for name in self._place.folders() if not name.startswith("."))
         return [run for run in runs if run is not None]
+
+    def _local_runs(self) -> list[RunInfo]:
+        def read(name: str) -> dict[str, Any] | None:
+            run = _read_run(self._place.child(name))
+            return {"created_ns": run.created_ns, "config": run.config} if run and not run.problem else None
+
+        runs = []
+        for name, body in run_bodies(self.root, read).items():
+            if body is None:
+                run = _read_run(self._place.child(name))
+            else:
+                run = RunInfo(name=name, path=f"{self.root}/{name}", **body)
+            if run is not None:
+                runs.append(run)
+        return runs
 
     def _exact(self, name: str) -> RunInfo | None:
         if name and not name.startswith(".") and "/" not in name:
@@ -222,7 +240,7 @@ def _last_activity_ns(run: RunInfo) -> int:
     if not is_remote(run.path):
         folder = Path(run.path)
         attempts = sorted(folder.glob("log/a*"), key=lambda attempt: (len(attempt.name), attempt.name))[-1:]
-        files = [folder / "run.duckdb", *(file for attempt in attempts for file in attempt.glob("r*/*.rlog"))]
+        files = [folder / "run.duckdb", *(file for attempt in attempts for file in attempt.glob("[rn]*/*.rlog"))]
         times += [file.stat().st_mtime_ns for file in files if file.exists()]
     return max(times)
 

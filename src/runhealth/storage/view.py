@@ -17,23 +17,26 @@ import duckdb
 import polars as pl
 
 from runhealth.storage.errors import StoreError
-from runhealth.storage.places import is_remote, place_of
+from runhealth.storage.migrations import format_of
+from runhealth.storage.parts import PartFile, problem_of, union_sql
+from runhealth.storage.places import is_remote, place_of, remote_path
 from runhealth.storage.records import Record
 from runhealth.storage.rows import BUILDERS
 from runhealth.storage.schema import (
     ALL_TABLES,
-    DATABASE_FORMAT_VERSION,
-    META,
-    PROGRESS,
+    BOOKKEEPING,
+    PARTS,
     RECORD_TABLES,
     create_sql,
     quoted,
+    recent,
 )
 from runhealth.storage.sink import Sink, read_claims
 from runhealth.storage.store import RunInfo
 from runhealth.storage.tail import RunTail
 
-_CONFIG = {"memory_limit": "1GB", "threads": "2", "autoinstall_known_extensions": "false"}
+_CONFIG = {"memory_limit": "1GB", "threads": "2", "autoinstall_known_extensions": "false",
+           "parquet_metadata_cache": "true"}  # fmt: skip
 _TAIL_CHUNK_BYTES = 16 * 1024 * 1024
 _ROWS_A_CHUNK = 50_000
 _STALE_TAIL_ROWS = 10_000
@@ -53,6 +56,9 @@ class View:
         self.published_offsets: dict[str, int] = {}
         self._scratch = Path(tempfile.mkdtemp(prefix="runhealth-"))
         self.notes: list[str] = []
+        self._sources: dict[str, str] = {}
+        self.parts: list[tuple[PartFile, str]] = []  # that can be used, with what DuckDB calls the file
+        self.recent: dict[str, str] = {}  # table -> SQL that selects the published rows that are in no part
         self.connection = duckdb.connect(":memory:", config={**_CONFIG, "temp_directory": str(self._scratch / "spill")})
         try:
             self.version = self._place.version("run.duckdb")
@@ -62,6 +68,11 @@ class View:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def version_of(run: RunInfo) -> str:
+        """Changes with each publication; empty if there is none."""
+        return place_of(run.path).version("run.duckdb")
 
     def close(self) -> None:
         self.connection.close()
@@ -116,7 +127,7 @@ class View:
             SELECT attempt, min(step), max(step) FROM buckets GROUP BY attempt, bucket ORDER BY attempt, bucket
             """
         ).fetchall()
-        names = self._signal_names()
+        names = self.signal_names()
         for chunk in chunks:
             records: list[Record] = []
             for name, build in BUILDERS:
@@ -126,7 +137,7 @@ class View:
             records.sort(key=attrgetter("step", "rank"))  # stable: keeps the order of kinds and of arrival
             yield from records
 
-    def _signal_names(self) -> dict[str, dict[str, str]]:
+    def signal_names(self) -> dict[str, dict[str, str]]:
         """Table -> column -> signal."""
         names: dict[str, dict[str, str]] = {}
         for table, name, column in self.connection.execute(
@@ -148,8 +159,14 @@ class View:
                 self.connection.execute("DETACH DATABASE IF EXISTS pub")
                 return False
             return True
-        if self._place.exists("parts"):
+        if self._place.exists("parts/000000.json"):
+            raise StoreError(
+                f"{self._run.path}/run.duckdb is missing, but parts of it are there: "
+                f"`runhealth publish {self._run.name}` makes it anew"
+            )
+        if self._place.exists("parts/meta.parquet"):
             self._attach_parts()
+            self._sources = {table.name: f"SELECT * FROM pub.{table.name}" for table in ALL_TABLES}
             return True
         return False
 
@@ -167,11 +184,49 @@ class View:
             copy = self._scratch / "run.duckdb"  # somebody has the file open for writing; a copy is not locked
             shutil.copyfile(file, copy)
             self._execute_attach(copy)
-        found = self.connection.execute("SELECT value FROM pub.meta WHERE key = 'format_version'").fetchone()
-        if found is None or int(found[0]) > DATABASE_FORMAT_VERSION:
-            raise StoreError(
-                f"database format {found and found[0]}; this release reads up to {DATABASE_FORMAT_VERSION}"
-            )
+        format_of(self.connection, "pub")  # refuses a newer one; an older one merely lacks tables
+        self._sources = self._published_sources()
+
+    def _published_sources(self) -> dict[str, str]:
+        """Table -> SQL that selects what was published of it. Parts that cannot be used are left out and noted."""
+        held = {
+            name for (name,) in self.connection.execute(
+                "SELECT table_name FROM duckdb_tables() WHERE database_name = 'pub'"
+            ).fetchall()
+        }  # fmt: skip
+        files: dict[str, list[str]] = {}
+        if PARTS.name in held:
+            columns = ", ".join(name for name, _ in PARTS.fixed)
+            for row in self.connection.execute(f"SELECT {columns} FROM pub.parts ORDER BY number").fetchall():
+                part = PartFile(**dict(zip((name for name, _ in PARTS.fixed), row, strict=True)))
+                path = self._part_path(part)
+                if path:
+                    files.setdefault(part.table_name, []).append(path)
+                    self.parts.append((part, path))
+        sources = {}
+        for table in ALL_TABLES:
+            name = next((name for name in (recent(table), table.name) if name in held), None)
+            if name is None:  # a database of an older format
+                self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS old; {create_sql(table, 'old')}")
+                sources[table.name] = f"SELECT * FROM old.{table.name}"
+                continue
+            self.recent[table.name] = sources[table.name] = f"SELECT * FROM pub.{name}"
+            if table.name in files:
+                types = {
+                    column: kind for column, kind, *_ in self.connection.execute(f"DESCRIBE pub.{name}").fetchall()
+                }
+                in_parts = union_sql(self.connection, files[table.name], types)
+                sources[table.name] = f"{in_parts} UNION ALL BY NAME {sources[table.name]}"
+        return sources
+
+    def _part_path(self, part: PartFile) -> str | None:
+        if is_remote(self._run.path):
+            return remote_path(self.connection, f"{self._run.path.rstrip('/')}/{part.file}")
+        problem = problem_of(Path(self._run.path), part)
+        if problem:
+            self.notes.append(problem)
+            return None
+        return str(Path(self._run.path) / part.file)
 
     def _execute_attach(self, file: Path) -> None:
         self.connection.execute(f"ATTACH '{_literal(str(file))}' AS pub (READ_ONLY)")
@@ -211,11 +266,12 @@ class View:
         if self._published:
             for table in ALL_TABLES:
                 limit = "" if table.name in ("signals", "attempts") else " LIMIT 0"
-                self.connection.execute(f"CREATE TABLE tail.{table.name} AS SELECT * FROM pub.{table.name}{limit}")
+                source = self._sources[table.name]
+                self.connection.execute(f"CREATE TABLE tail.{table.name} AS SELECT * FROM ({source}){limit}")
             self.published_offsets = dict(
-                self.connection.execute("SELECT file, offset_bytes FROM pub.progress").fetchall()
+                self.connection.execute(f"SELECT file, offset_bytes FROM ({self._sources['progress']})").fetchall()
             )
-        self._sink = Sink(self.connection, "tail")
+        self._sink = Sink(self.connection, "tail", elsewhere=self._sources.get)
         if not is_remote(self._run.path):
             self.tail = RunTail(self._run.path, self.published_offsets)
         self._make_views()
@@ -224,10 +280,10 @@ class View:
         for table in ALL_TABLES:
             if not self._published or table.name in ("signals", "attempts"):
                 source = f"SELECT * FROM tail.{table.name}"
-            elif table in (PROGRESS, META):
-                source = f"SELECT * FROM pub.{table.name}"
+            elif table in BOOKKEEPING:
+                source = self._sources[table.name]
             else:
-                source = f"SELECT * FROM pub.{table.name} UNION ALL BY NAME SELECT * FROM tail.{table.name}"
+                source = f"{self._sources[table.name]} UNION ALL BY NAME SELECT * FROM tail.{table.name}"
             self.connection.execute(f"CREATE OR REPLACE VIEW {table.name} AS {source}")
 
 

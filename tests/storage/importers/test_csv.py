@@ -91,3 +91,10 @@ def test_processes_without_a_rank_column_do_not_become_attempts(read):
 def test_a_repeated_last_step_after_single_steps_is_an_attempt(read):
     got = read("step,loss\n0,2.5\n1,2.4\n2,2.3\n3,2.2\n3,2.25\n4,2.15\n")
     assert got.keys() == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0), (1, 3, 0), (1, 4, 0)]
+
+
+def test_decimal_commas_between_semicolons(read):
+    got = read("step;loss;lr\n0;2,5;0,001\n1;2,4375;1,0E-03\n2;2;0,001\n")
+    assert got.series("loss") == [(0, 2.5), (1, 2.4375), (2, 2.0)]
+    assert got.series("lr") == [(0, 1e-3), (1, 1e-3), (2, 1e-3)]
+    assert any("decimal commas" in note for note in got.info.notes)

@@ -5,8 +5,8 @@ import pytest
 ROWS = "".join(f"step {n} | loss {3 - n / 100:.2f} | lr 1e-4\n" for n in range(1, 6))
 WATCHDOG = (
     "[rank{rank}]:[E1129 10:15:02.123456789 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum=8123, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 "
-    "milliseconds before timing out.\n"
+    "operation timeout: WorkNCCL(SeqNum=8123, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for "
+    "600029 milliseconds before timing out.\n"
 )
 TORCHRUN = """\
 E1129 10:00:00 140 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: {code}) local_rank: 2 \
@@ -152,3 +152,19 @@ def test_every_overflow_between_two_rows_counts(read):
     got = read("step 10 | loss 3.0\n" + halving + "step 20 | loss 3.0\n")
     assert got.series("step_skipped") == [(20, 3)]
     assert got.series("loss_scale") == [(20, 8192.0)]
+
+
+def test_warnings_and_stack_frames_of_the_store_are_no_failure(read):
+    noise = (
+        "[rank0]:[W321 04:00:38.901697716 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=43): Broken pipe\n"
+        "frame #5: c10d::ProcessGroupNCCL::HeartbeatMonitor::runLoop() + 0x3c8 (0x7d5f in libtorch_cuda.so)\n"
+        "[rank0]:[W321 04:00:38.915377638 ProcessGroupNCCL.cpp:1771] [Rank 0] Connection closed by peer\n"
+    )
+    assert read(ROWS + noise).events == []
+
+
+def test_an_evaluation_after_an_exception_joins_its_step(read):
+    trace = "Traceback (most recent call last):\n  File 'x'\nOSError: slow disk\n"
+    got = read(ROWS + trace + "step 5 | val_loss 2.9\n")
+    assert got.events == []
+    assert got.series("eval_loss") == [(5, 2.9)]

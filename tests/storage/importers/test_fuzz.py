@@ -2,6 +2,7 @@
 
 import math
 import struct
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,21 @@ def framed(data: bytes) -> bytes:
 
 _EVENTS = framed(b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2")
 _LOSS = b"\x09" + struct.pack("<d", 1.7e9) + b"\x10\x0a*\x0d\x0a\x0b\x0a\x04loss\x15" + struct.pack("<f", 2.5)
+
+
+def wandb_record(data: bytes) -> bytes:
+    return struct.pack("<IHB", zlib.crc32(b"\x01" + data), len(data), 1) + data
+
+
+_ITEMS = b"\x0a\x0c\x0a\x04loss\x82\x01\x032.5\x0a\x0b\x0a\x05_step\x82\x01\x011"
+_HISTORY = b"\x12" + bytes([len(_ITEMS)]) + _ITEMS
 SAMPLES: dict[str, bytes] = {
+    "wandb": b":W&B\xe1\xbe\x00" + wandb_record(_HISTORY) + wandb_record(_HISTORY.replace(b"\x011", b"\x012")),
+    "bars": b"Epoch 1:  20%|##  | 20/100 [00:01<00:10, loss=2.5, v=0]\rEpoch 1:  30%|### | 30/100 [00:01, loss=2.4]\n"
+    b"[step=4/9,epoch=1]\n    train/loss=2.5\n    optim/total_grad_norm=1\n{'loss': '2.5', 'epoch': 0.5}\n"
+    b"[Rank 0] step=10, skipped=1, lr=[1e-05], mom=[(0.9, 0.9)]\n"
+    b"[rank1]:[E1 ProcessGroupNCCL.cpp:607] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
+    b"OpType=ALLREDUCE, Timeout(ms)=60) ran for 61 milliseconds\nE1 failed (exitcode: -9) local_rank: 2 (pid: 9)\n",
     "megatron": b" iteration 1/ 9 | consumed samples: 8 | lm loss: 2.5E+00 | loss scale: 1.0 | grad norm: nan |\n"
     b"time (ms) | forward-compute: 1.5 | optimizer: 2.0\n validation loss at iteration 1 | lm loss value: 2.0E+00 | \n"
     b"  successfully saved checkpoint from iteration 1 to /x [ t 1/1 ]\n iteration 2/ 9 | lm loss: 2.4E+00 |\n",

@@ -58,3 +58,15 @@ def test_an_evaluation_of_a_step_is_merged_into_it(read):
     assert got.keys() == [(0, 1, 0), (0, 2, 0), (0, 3, 0)]
     assert got.series("eval_loss") == [(2, 3.75)]
     assert got.series("loss") == [(1, 3.5), (2, 3.25), (3, 3.0)]
+
+
+def test_steps_with_thousands_separators(read):
+    got = read("step 999/10,000 | loss 2.5 | 1,234 tok/s\nstep 1,000/10,000 | loss 2.4 | 12,345 tok/s\n")
+    assert got.series("loss") == [(999, 2.5), (1000, 2.4)]
+
+
+def test_lines_of_one_shape_read_alike_whatever_their_numbers(read):
+    numbers = ["2.5", "nan", "-inf", "1e-3", "12", "0.000", "1,234.5", "NaN", "3.", "+4.5E+2"]
+    got = read("".join(f"step {n} | loss: {number} | lr: 1e-4\n" for n, number in enumerate(numbers)))
+    alone = [read(f"step {n} | loss: {number} | lr: 1e-4\n").steps[0].values for n, number in enumerate(numbers)]
+    assert list(map(repr, (dict(record.values) for record in got.steps))) == list(map(repr, map(dict, alone)))

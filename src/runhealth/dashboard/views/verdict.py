@@ -7,7 +7,7 @@ from enum import StrEnum
 from runhealth.dashboard.queries import Attempt, Progress
 from runhealth.dashboard.views.palette import Palette
 from runhealth.dashboard.views.text import command, duration, escape, number
-from runhealth.diagnose.findings import UNDETERMINED, Finding, Outcome, Report, Severity
+from runhealth.diagnose.findings import UNDETERMINED, Finding, Outcome, Report, Severity, probability_text
 
 STALE_S = 60.0
 STALE_STEPS = 5
@@ -174,7 +174,7 @@ def _headline(v: Verdict, palette: Palette, *, diagnosing: bool, problem: str) -
     if v.cause == UNDETERMINED:
         cause = " · cause <b>undetermined</b>"
     elif v.cause:
-        chance = "" if v.probability is None else f" (p {v.probability:.2f})"
+        chance = "" if v.probability is None else f" (p {escape(probability_text(v.probability))})"
         cause = f" · likely <b>{escape(v.cause)}</b>{chance}"
     if v.superseded_by is not None:
         cause += f" · attempt <b>{v.superseded_by}</b> went back behind it"

@@ -24,6 +24,7 @@ REARM_FRAMES = 64
 class ClipBreach(Detector):
     name: ClassVar[str] = "clip_breach"
     kinds: ClassVar[tuple[str, ...]] = ("clip_breach",)
+    reads: ClassVar[tuple[str, ...]] = ("clip_threshold",)
 
     def __init__(self) -> None:
         self._ratio = Baseline(256, least=32)

@@ -25,6 +25,7 @@ REARM_FRAMES = 64
 class FpOverflow(Detector):
     name: ClassVar[str] = "fp_overflow"
     kinds: ClassVar[tuple[str, ...]] = ("fp_overflow",)
+    reads: ClassVar[tuple[str, ...]] = ("overflow_count", "amax_ratio")
 
     def __init__(self) -> None:
         self._count = Baseline(256, least=16)

@@ -1,35 +1,48 @@
 """The gradient norm leaves its baseline: at least 3 x its median and 6 robust sigma on the log of the norm.
 
 It leads many loss spikes. On its own it is a `gradient_spike` only if the loss does not show it; the incident decides.
+A norm that stays up for 32 frames is told a second time, as a warning. Bursts while the loss still falls fast, or while
+the learning rate is warming up, are marked: they are everyday life.
 A norm of exactly 0 means that it was not measured.
 """
 
 import math
+from collections import deque
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
-from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.frames import Frame
-from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.robust import Baseline, median
 
 FACTOR = 3.0
 Z_ALARM = 6.0
 DEBOUNCE_FRAMES = 20
 RELEARN_FRAMES = 256
+STAYS_FRAMES = 32
+DESCENT_POINTS, FALLEN = 32, 0.9
+WARM_UP_POINTS, RISEN = 32, 1.05
 
 
 class GradientSpike(Detector):
     name: ClassVar[str] = "gradient_spike"
     kinds: ClassVar[tuple[str, ...]] = ("gradient_spike",)
+    reads: ClassVar[tuple[str, ...]] = ("grad_norm",)
 
     def __init__(self) -> None:
         self._norm = Baseline(128, least=32, floor=0.05)
         self._since = DEBOUNCE_FRAMES
         self._run = 0
+        self._losses: deque[float] = deque(maxlen=DESCENT_POINTS)
+        self._rates: deque[float] = deque(maxlen=WARM_UP_POINTS)
 
     def update(self, frame: Frame) -> list[Alarm]:
         norm = frame.get("grad_norm")
         self._since += 1
+        if frame.loss is not None and frame.loss > 0 and math.isfinite(frame.loss):
+            self._losses.append(frame.loss)
+        if "lr" in frame.values:
+            self._rates.append(frame.values["lr"])
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return []
         y = math.log(norm)
@@ -48,7 +61,12 @@ class GradientSpike(Detector):
             self._run = 0
         else:
             self._norm.push(center + 3 * self._norm.sigma)
-        if self._since < DEBOUNCE_FRAMES or (self._run > 1 and self._since < RELEARN_FRAMES):
+        stays = self._run == STAYS_FRAMES
+        if not stays and (
+            self._since < DEBOUNCE_FRAMES
+            or (self._run > 1 and self._since < RELEARN_FRAMES)
+            or self._run > STAYS_FRAMES
+        ):
             return []
         self._since = 0
         baseline = math.exp(center)
@@ -64,9 +82,19 @@ class GradientSpike(Detector):
                 value=float(norm),
                 baseline=baseline,
                 ranks=_leading_ranks(frame),
-                message=f"gradient norm {norm:.3g} against {baseline:.3g}",
+                message=f"gradient norm {norm:.3g} against {baseline:.3g}"
+                + (f", over {FACTOR:g} x its median for {STAYS_FRAMES} rows" if stays else ""),
+                severity=Severity.WARNING if stays else None,
+                details={"early_descent": True} if self._early() else {},
             )
         ]
+
+    def _early(self) -> bool:
+        """The loss fell by 10 % within the last 32 points, or the learning rate rises."""
+        losses, rates = list(self._losses), self._rates
+        quarter = len(losses) // 4
+        falls = quarter >= 4 and median(losses[-quarter:]) < FALLEN * median(losses[:quarter])
+        return falls or (len(rates) == WARM_UP_POINTS and rates[-1] > RISEN * rates[0])
 
 
 def _leading_ranks(frame: Frame) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ def _noise(values: list[float]) -> float:
 class LossDivergence(Detector):
     name: ClassVar[str] = "loss_divergence"
     kinds: ClassVar[tuple[str, ...]] = ("loss_divergence",)
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self) -> None:
         self._fast, self._slow = _Level(FAST), _Level(SLOW)

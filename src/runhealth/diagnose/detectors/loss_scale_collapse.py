@@ -1,7 +1,8 @@
 """Repeated halving of the loss scale without regrowth, outside the start-up calibration.
 
 At least 2^5 under where it was, by at least 4 decreases of which each follows the one before within 10 frames. A lone
-halving is normal; so is the start of a run, when the scale is still looking for its level.
+halving is normal; so is the start of a run, when the scale is still looking for its level, and the start of an attempt
+whose scale comes down to where it was.
 """
 
 import math
@@ -20,11 +21,13 @@ CALIBRATION_FRAMES = 64
 class LossScaleCollapse(Detector):
     name: ClassVar[str] = "loss_scale_collapse"
     kinds: ClassVar[tuple[str, ...]] = ("loss_scale_collapse",)
+    reads: ClassVar[tuple[str, ...]] = ("loss_scale",)
 
     def __init__(self) -> None:
         self._scale: float | None = None
         self._seen = 0
         self._resumed_at = 0
+        self._resumed_over: float | None = None  # the scale before the resume
         self._first_step: int | None = None
         self._falls: list[tuple[int, int, float, float]] = []  # frame, step, from, to
         self._alarmed = False
@@ -37,6 +40,7 @@ class LossScaleCollapse(Detector):
             self._first_step = frame.step
         if frame.new_attempt:
             self._resumed_at = self._seen
+            self._resumed_over = self._scale
         self._seen += 1
         before, self._scale = self._scale, float(scale)
         if before is None or scale == before:
@@ -51,7 +55,9 @@ class LossScaleCollapse(Detector):
         self._falls.append((self._seen, frame.step, before, float(scale)))
         # An excerpt of a long run starts late: its scale was calibrated before the first line.
         calibrating = self._first_step < CALIBRATION_FRAMES and self._seen <= CALIBRATION_FRAMES
-        resuming = frame.attempt > 0 and self._seen - self._resumed_at <= 16
+        since = self._seen - self._resumed_at
+        above = self._resumed_over is not None and scale >= self._resumed_over
+        resuming = frame.attempt > 0 and (since <= 16 or (above and since <= CALIBRATION_FRAMES))
         doublings = math.log2(self._falls[0][2] / scale)
         if calibrating or resuming or self._alarmed or doublings < DOUBLINGS or len(self._falls) < DECREASES:
             return []

@@ -30,13 +30,18 @@ RELEARN_POINTS = 512  # flagged without a pause for so long: this is the new lev
 SHORT_LEAST = 3
 SHORT_Z = 12.0
 SHORT_EFFECT = 0.5
+SHORT_SPREAD = 0.25
+SHORT_BEYOND = 6.0  # nats of log-loss, 400 x: no series scatters so far
+SHORT_RANGES = 3.0  # x the range of the points so far: a few points tell little of how far a loss scatters
 
 
 class LossSpike(Detector):
     name: ClassVar[str] = "loss_spike"
     kinds: ClassVar[tuple[str, ...]] = ("loss_spike",)
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
-    def __init__(self) -> None:
+    def __init__(self, *, effect: float = EFFECT, floor: float = FLOOR) -> None:
+        self._least_effect, self._least_sigma = effect, floor
         self._all = SortedWindow(WINDOW)
         self._old = SortedWindow(WINDOW // 2)
         self._new = SortedWindow(WINDOW // 2)
@@ -67,7 +72,9 @@ class LossSpike(Detector):
                 sigma = self._scale()
                 short = count < LEAST
                 flagged = excess >= (SHORT_Z if short else Z_ALARM) * sigma
-                if flagged and self._effect(excess, sigma) >= (SHORT_EFFECT if short else EFFECT):
+                if short and flagged:
+                    flagged = _towers(y, self._all.ordered, y - excess / 2)
+                if flagged and self._effect(excess, sigma) >= (SHORT_EFFECT if short else self._least_effect):
                     alarms = self._alarm(frame, loss, center, excess / sigma)
                 else:
                     self._above = False
@@ -150,7 +157,7 @@ class LossSpike(Detector):
 
     def _floor(self) -> float:
         if self._log:
-            return FLOOR
+            return self._least_sigma
         ordered = self._all.ordered
         return max(FLOOR * (ordered[-1] - ordered[0]), FLOOR * abs(self._all.median()), 1e-12)
 
@@ -166,6 +173,17 @@ class LossSpike(Detector):
             window.clear()
         self._sigma_age = SCALE_EVERY
         self._flagged_run = 0
+
+
+def _towers(y: float, ordered: list[float], middle: float) -> bool:
+    """Whether `y` is further from the points under `middle` than they are from each other, by far. In a series that
+    scatters or falls steeply, half a dozen points say nothing."""
+    low = [v for v in ordered if v < middle]
+    if len(low) < max(2, 2 * len(ordered) / 3):
+        return False
+    spread = low[-1] - low[0]
+    tells = spread <= SHORT_SPREAD or len(ordered) >= LEAST // 2 or y - low[-1] >= SHORT_BEYOND
+    return tells and y - low[-1] >= SHORT_RANGES * spread
 
 
 def _outlying_ranks(frame: Frame, baseline: float) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ MATERIAL_SHARE = 0.05  # of the largest rate so far: the last steps of a decay j
 class LrStep(Detector):
     name: ClassVar[str] = "lr_step"
     kinds: ClassVar[tuple[str, ...]] = (CHANNEL,)
+    reads: ClassVar[tuple[str, ...]] = ("lr",)
 
     def __init__(self) -> None:
         self._last: list[tuple[int, float]] = []

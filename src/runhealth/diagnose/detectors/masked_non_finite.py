@@ -1,11 +1,13 @@
 """The log hides non-finite steps.
 
 Told by a gradient norm that is not finite while the loss is exactly 0, or equals the mean of all losses before it, or
-has vanished from a row that always held it. A vanished loss is non-finite by itself where the log says that no step was
+repeats the row before, or has vanished from a row that always held it; and by a loss that falls to exactly 0 from one
+row to the next and stays there. A vanished loss is non-finite by itself where the log says that no step was
 skipped: Megatron leaves the field out when there was nothing finite to print.
 """
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
@@ -15,11 +17,14 @@ from runhealth.diagnose.frames import Frame
 LEAST_ROWS = 5
 MEAN_SHARE = 1e-3
 REARM_FRAMES = 64
+REPEATS = 2
+ZERO_ROWS, ZERO_FROM = 3, 0.05
 
 
 class MaskedNonFinite(Detector):
     name: ClassVar[str] = "masked_non_finite"
     kinds: ClassVar[tuple[str, ...]] = ("masked_non_finite", "non_finite")
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self) -> None:
         self._keys: frozenset[str] = frozenset()
@@ -28,9 +33,12 @@ class MaskedNonFinite(Detector):
         self._losses = 0
         self._scale: float | None = None
         self._since: dict[str, int] = {}
+        self._last = math.nan
+        self._repeats = 0
+        self._positive, self._zeros, self._zero_step = 0.0, 0, 0
 
     def update(self, frame: Frame) -> list[Alarm]:
-        values = next(iter(frame.ranks.values()), {})
+        values = next(iter(frame.ranks.values()), {})  # the row of the lowest rank
         for kind in self._since:
             self._since[kind] += 1
         norm, loss = frame.get("grad_norm"), frame.loss
@@ -38,6 +46,8 @@ class MaskedNonFinite(Detector):
         skipped = frame.get("step_skipped")
         bad_norm = norm is not None and not math.isfinite(norm) and not skipped and not lowered
         alarms: list[Alarm] = []
+        if loss is not None:
+            alarms += self._zero(frame, loss)
         if loss is None:
             vanished = self._rows >= LEAST_ROWS and values.keys() | {"loss"} == self._keys
             excused = bool(skipped) if skipped is not None else lowered
@@ -57,6 +67,14 @@ class MaskedNonFinite(Detector):
                     "masked_non_finite",
                     "the log shows a loss of exactly 0 while the gradient norm is not finite",
                 )
+            elif loss == self._last:
+                self._repeats += 1
+                if self._repeats >= REPEATS:
+                    alarms += self._once(
+                        frame,
+                        "masked_non_finite",
+                        "the log repeats the last loss while the gradient norm is not finite",
+                    )
             elif self._losses >= LEAST_ROWS:
                 mean = self._sum / self._losses
                 if abs(loss - mean) <= MEAN_SHARE * abs(mean):
@@ -66,6 +84,9 @@ class MaskedNonFinite(Detector):
                         f"the log shows the mean of all losses before ({mean:.4g}) in place of a "
                         "loss that is not finite",
                     )
+        if loss != self._last or not bad_norm:
+            self._repeats = 0
+        self._last = loss
         if math.isfinite(loss):
             self._sum += loss
             self._losses += 1
@@ -73,6 +94,26 @@ class MaskedNonFinite(Detector):
         self._rows = self._rows + 1 if keys == self._keys else 1
         self._keys = keys
         return alarms
+
+    def _zero(self, frame: Frame, loss: float) -> list[Alarm]:
+        """A loss does not reach 0 in all digits at once: several loggers print 0 for what is not finite."""
+        if loss != 0.0:
+            self._positive, self._zeros = loss, 0
+            return []
+        if self._zeros == 0:
+            self._zero_step = frame.step
+        self._zeros += 1
+        if self._zeros != ZERO_ROWS or self._positive < ZERO_FROM or self._losses < LEAST_ROWS:
+            return []
+        return [
+            replace(alarm, onset_step=self._zero_step)
+            for alarm in self._once(
+                frame,
+                "masked_non_finite",
+                f"the loss fell from {self._positive:.4g} to exactly 0 and stays there: the log shows 0 for a loss "
+                "that is not finite, or nothing is trained any more",
+            )
+        ]
 
     def _lowered(self, frame: Frame) -> bool:
         scale = frame.get("loss_scale")

@@ -12,6 +12,7 @@ FRAMES = 10
 class NoSignal(Detector):
     name: ClassVar[str] = "no_signal"
     kinds: ClassVar[tuple[str, ...]] = ("no_training_signal",)
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self) -> None:
         self._zeros = 0

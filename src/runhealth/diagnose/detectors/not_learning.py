@@ -1,4 +1,7 @@
-"""The loss ends where it started. Only of a run that is seen from its beginning, and of at least 10 points."""
+"""The loss ends where it started. Only of a run that is seen from its beginning, and of at least 10 points.
+
+A loss that reaches 0 or less says nothing about learning: policy losses hover around 0.
+"""
 
 import math
 from collections import deque
@@ -18,6 +21,7 @@ class NotLearning(Detector):
     name: ClassVar[str] = "not_learning"
     kinds: ClassVar[tuple[str, ...]] = ("not_learning",)
     replay: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self) -> None:
         self._head: list[float] = []
@@ -48,7 +52,7 @@ class NotLearning(Detector):
         start, end = median(sorted(self._head[:width])), median(sorted(list(self._tail)[-width:]))
         noise = mad_sigma(sorted(self._head), median(sorted(self._head)))
         learned = start - self._lowest > 3 * noise and self._points >= 100 and self._lowest < 0.9 * start
-        if start <= 0 or end < ENDS_OVER * start or learned:
+        if start <= 0 or self._lowest <= 0 or end < ENDS_OVER * start or learned:
             return []
         return [
             Alarm(

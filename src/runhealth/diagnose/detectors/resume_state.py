@@ -3,12 +3,14 @@
 The first frames of a new attempt are compared with what the earlier attempts had reached before that step.
 """
 
+import itertools
 import math
 from collections import deque
+from dataclasses import replace
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
-from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.frames import Frame
 
 KEEP = 2048
@@ -16,6 +18,7 @@ LEAST = 4
 LR_FACTOR = 1.4
 SCALE_DOUBLINGS = 3.5
 DATA_STEPS = 2.0  # a position so many steps back is more than an off-by-one
+WARM_UP_ROWS = 8
 WAIT_FRAMES = 4  # frames after the restart in which the signals have to show up
 
 Point = tuple[int, float]
@@ -25,6 +28,7 @@ class ResumeState(Detector):
     name: ClassVar[str] = "resume_state"
     kinds: ClassVar[tuple[str, ...]] = ("data_repeated", "data_restarted", "lr_discontinuity", "loss_scale_reset")
     replay: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("lr", "loss_scale", "consumed_samples")
 
     def __init__(self) -> None:
         self._points: dict[str, deque[Point]] = {
@@ -33,6 +37,8 @@ class ResumeState(Detector):
         self._pending: set[str] = set()
         self._waited = 0
         self._attempt: int | None = None
+        self._low: Alarm | None = None  # a rate under its schedule: does it warm up again?
+        self._rates: list[float] = []
 
     def update(self, frame: Frame) -> list[Alarm]:
         if self._attempt is not None and frame.attempt != self._attempt:
@@ -43,6 +49,10 @@ class ResumeState(Detector):
                     points.pop()
         self._attempt = frame.attempt
         alarms: list[Alarm] = []
+        if self._low is not None and "lr" in frame.values:
+            self._rates.append(float(frame.values["lr"]))
+            if len(self._rates) >= WARM_UP_ROWS:
+                alarms.extend(self._judge_low())
         for name, points in self._points.items():
             value = frame.get(name)
             if value is None or not math.isfinite(value):
@@ -70,17 +80,32 @@ class ResumeState(Detector):
         factor = lr / expected
         if 1 / LR_FACTOR < factor < LR_FACTOR:
             return []
-        return [
-            self._alarm(
-                frame,
-                "lr_discontinuity",
-                "lr",
-                lr,
-                expected,
-                f"the learning rate resumes at {lr:.3g} where its schedule had led to {expected:.3g}: the "
-                "schedule was not restored",
-            )
-        ]
+        alarm = self._alarm(
+            frame,
+            "lr_discontinuity",
+            "lr",
+            lr,
+            expected,
+            f"the learning rate resumes at {lr:.3g} where its schedule had led to {expected:.3g}: the "
+            "schedule was not restored",
+        )
+        if factor < 1:
+            self._low, self._rates = alarm, [lr]
+            return []
+        return [alarm]
+
+    def finish(self) -> list[Alarm]:
+        return self._judge_low()
+
+    def _judge_low(self) -> list[Alarm]:
+        """A rate that resumes too low is told once its next rows show whether it warms up again on purpose."""
+        alarm, rates, self._low = self._low, self._rates, None
+        if alarm is None:
+            return []
+        if len(rates) >= WARM_UP_ROWS and all(b > a for a, b in itertools.pairwise(rates)):
+            message = f"the learning rate warms up again after the resume, from {alarm.value:.3g}"
+            return [replace(alarm, message=message, severity=Severity.INFO)]
+        return [alarm]
 
     def _scale(self, frame: Frame, points: list[Point], scale: float) -> list[Alarm]:
         before = points[-1][1]

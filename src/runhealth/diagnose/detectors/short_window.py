@@ -17,6 +17,7 @@ TIMES = 2
 class ShortWindow(Detector):
     name: ClassVar[str] = "short_window"
     kinds: ClassVar[tuple[str, ...]] = ("short_accumulation_window",)
+    reads: ClassVar[tuple[str, ...]] = ("epoch",)
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=9)

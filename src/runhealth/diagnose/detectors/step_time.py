@@ -1,14 +1,17 @@
 """Step time: one slow step, stalls that recur with a period, a slowdown that stays.
 
 The time of a step is that of its slowest rank. The first 32 frames of an attempt warm up (compilation, caches) and only
-count for periods.
+count for periods. A period needs more equal gaps, counted in logged rows, than chance explains among all stalls so far,
+and a cost: a twentieth of a second a stall and 0.5 % of the time. A slowdown that ended, and by the end of the data had
+cost little, is told again as info.
 """
 
 import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm, Severity
@@ -18,21 +21,30 @@ from runhealth.diagnose.robust import Baseline, median
 WARM_FRAMES = 32
 SLOW = 4.0  # x the median: a slow step
 STALL = 2.5  # x the median, if it recurs
-STALLS = 5
+STALLS = 5  # at least so many make a period
+KEEP_STALLS = 16
+CHANCE = 1e-3  # of equal gaps among all stalls so far
+STALL_COST_S = 0.05  # less than this a stall: the host, not the job
+STALL_COST_SHARE = 0.005
 SLOWER = 1.5
 SLOWER_FRAMES = 8
 SLOWER_S = 30.0  # a hiccup of the host is over sooner
 MUCH_SLOWER = 2.0  # under this, a schedule (longer sequences, wider attention) is as likely as a fault
 COSTLY_SHARE = 0.05  # of all time
+OVER_FRAMES = 16  # so many frames at the old pace: the slowdown is over
 
 
 class StepTime(Detector):
     name: ClassVar[str] = "step_time"
     kinds: ClassVar[tuple[str, ...]] = ("slow_step", "periodic_stall", "sustained_slowdown")
+    reads: ClassVar[tuple[str, ...]] = ("t_step_s",)
 
     def __init__(self) -> None:
         self._time = Baseline(128, least=8, floor_share=0.02)
-        self._stalls: deque[tuple[int, float, int | None]] = deque(maxlen=STALLS)
+        self._stalls: deque[_Stall] = deque(maxlen=KEEP_STALLS)
+        self._stalls_seen = 0
+        self._total_s = 0.0
+        self._slowdowns: list[_Slowdown] = []
         self._slower: list[int] = []
         self._slower_s = 0.0
         self._frames = 0
@@ -42,7 +54,12 @@ class StepTime(Detector):
         seconds = frame.largest("t_step_s")
         if seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return []
+        if frame.new_attempt:
+            self._slowdowns.clear()  # those of the attempt before were told when it ended
         self._frames += 1
+        self._total_s += seconds
+        if self._slowdowns and self._slowdowns[-1].end is None:
+            self._slowdowns[-1].follow(frame.step, float(seconds))
         if not self._time.ready:
             self._time.push(float(seconds))
             return []
@@ -70,32 +87,46 @@ class StepTime(Detector):
         self._time = Baseline(128, least=8, floor_share=0.02)  # the new pace is the habit from here on
         if not warm:
             return []
+        alarm = Alarm(
+            detector=self.name,
+            kind="sustained_slowdown",
+            signal="t_step_s",
+            attempt=frame.attempt,
+            step=frame.step,
+            onset_step=onset,
+            score=seconds / usual,
+            value=seconds,
+            baseline=usual,
+            message=f"steps take {seconds:.3g} s since step {onset:,} and took {usual:.3g} s before "
+            f"({seconds / usual:.1f} x)",
+            severity=Severity.WARNING if seconds >= MUCH_SLOWER * usual else Severity.INFO,
+        )
+        self._slowdowns.append(_Slowdown(alarm, usual))
+        return [alarm]
+
+    def finish(self) -> list[Alarm]:
+        """Slowdowns that are over and cost little of all time."""
         return [
-            Alarm(
-                detector=self.name,
-                kind="sustained_slowdown",
-                signal="t_step_s",
-                attempt=frame.attempt,
-                step=frame.step,
-                onset_step=onset,
-                score=seconds / usual,
-                value=seconds,
-                baseline=usual,
-                message=f"steps take {seconds:.3g} s since step {onset:,} and took {usual:.3g} s before "
-                f"({seconds / usual:.1f} x)",
-                severity=Severity.WARNING if seconds >= MUCH_SLOWER * usual else Severity.INFO,
-            )
+            slowdown.over()
+            for slowdown in self._slowdowns
+            if slowdown.end is not None and slowdown.lost_s < COSTLY_SHARE * self._total_s
         ]
 
     def _stall(self, frame: Frame, seconds: float, usual: float) -> list[Alarm]:
-        self._stalls.append((frame.step, seconds, _culprit(frame)))
-        steps = [step for step, _, _ in self._stalls]
-        if self._period is not None and len(steps) >= 2 and _same([steps[-1] - steps[-2], self._period]):
+        self._stalls_seen += 1
+        self._stalls.append(_Stall(self._frames, frame.step, seconds, _culprit(frame)))
+        rows = [stall.row for stall in self._stalls]
+        if self._period is not None and len(rows) >= 2 and _same([rows[-1] - rows[-2], self._period]):
             return []  # the known period goes on
-        gaps = [b - a for a, b in itertools.pairwise(steps)]
-        if len(steps) >= STALLS and min(gaps) >= 2 and _same(gaps):
-            self._period = median(sorted(gaps))
-            return [self._periodic(frame, steps[0], usual)]
+        regular = self._regular(rows)
+        if regular:
+            group = list(self._stalls)[-regular:]
+            period = median(sorted(b - a for a, b in itertools.pairwise(rows[-regular:])))
+            stall = median(sorted(one.seconds for one in group))
+            share = (stall - usual) / (period * usual)
+            if stall - usual >= STALL_COST_S and share >= STALL_COST_SHARE:
+                self._period = period
+                return [self._periodic(frame, group, stall, usual, share)]
         if seconds < SLOW * usual or self._frames <= WARM_FRAMES:
             return []
         return [
@@ -114,11 +145,21 @@ class StepTime(Detector):
             )
         ]
 
-    def _periodic(self, frame: Frame, onset: int, usual: float) -> Alarm:
-        assert self._period is not None
-        stall = median(sorted(seconds for _, seconds, _ in self._stalls))
-        share = (stall - usual) / (self._period * usual)
-        ranks = [rank for _, _, rank in self._stalls if rank is not None]
+    def _regular(self, rows: list[int]) -> int:
+        """How many of the last stalls follow each other at equal gaps; 0 when chance explains so many."""
+        gaps = [b - a for a, b in itertools.pairwise(rows)]
+        count = 0
+        while count < len(gaps) and min(gaps[-count - 1 :]) >= 2 and _same(gaps[-count - 1 :]):
+            count += 1
+        if count + 1 < STALLS:
+            return 0
+        middle = median(sorted(gaps[-count:]))
+        likely = min(0.9, (2 * _tolerance(middle) + 1) / middle)  # that one more gap is equal by chance
+        return count + 1 if self._stalls_seen * likely ** (count - 1) < CHANCE or count + 1 == KEEP_STALLS else 0
+
+    def _periodic(self, frame: Frame, group: list["_Stall"], stall: float, usual: float, share: float) -> Alarm:
+        steps = (group[-1].step - group[0].step) / (len(group) - 1)
+        ranks = [one.rank for one in group if one.rank is not None]
         who = ""
         if ranks and len(set(ranks)) > 1:
             who = ", on a different rank each time (as garbage collection does)"
@@ -130,21 +171,56 @@ class StepTime(Detector):
             signal="t_step_s",
             attempt=frame.attempt,
             step=frame.step,
-            onset_step=onset,
+            onset_step=group[0].step,
             score=stall / usual,
             value=stall,
             baseline=usual,
             ranks=(ranks[0],) if ranks and len(set(ranks)) == 1 else (),
             severity=Severity.WARNING if share >= COSTLY_SHARE else Severity.INFO,
-            message=f"about every {self._period:.0f} steps one takes {stall:.3g} s instead of {usual:.3g} s{who}; it "
+            message=f"about every {steps:.0f} steps one takes {stall:.3g} s instead of {usual:.3g} s{who}; it "
             f"costs {share:.0%} of the time",
         )
 
 
+class _Stall(NamedTuple):
+    row: int  # counts the logged rows
+    step: int
+    seconds: float
+    rank: int | None
+
+
+class _Slowdown:
+    """A slowdown that was told, followed until the old pace is back."""
+
+    def __init__(self, alarm: Alarm, usual: float) -> None:
+        self.alarm = alarm
+        self.usual = usual
+        self.lost_s = SLOWER_FRAMES * (alarm.value - usual)
+        self.end: int | None = None
+        self._quick: list[int] = []
+
+    def follow(self, step: int, seconds: float) -> None:
+        self.lost_s += max(0.0, seconds - self.usual)
+        if seconds >= SLOWER * self.usual:
+            self._quick.clear()
+            return
+        self._quick.append(step)
+        if len(self._quick) >= OVER_FRAMES:
+            self.end = self._quick[0]
+
+    def over(self) -> Alarm:
+        message = f"{self.alarm.message}, until step {self.end:,}; {self.lost_s:.3g} s were lost"
+        return replace(self.alarm, severity=Severity.INFO, end_step=self.end, message=message)
+
+
+def _tolerance(middle: float) -> float:
+    """By how much gaps may differ: not at all where they are short, since on a noisy host many short gaps are nearly
+    equal."""
+    return 0 if middle < 20 else max(1.0, 0.05 * middle)
+
+
 def _same(gaps: Sequence[float]) -> bool:
-    """Equal gaps: to the step where they are short, since on a noisy host many short gaps are nearly equal."""
-    middle = median(sorted(gaps))
-    return max(gaps) - min(gaps) <= (0 if middle < 20 else max(1.0, 0.05 * middle))
+    return max(gaps) - min(gaps) <= _tolerance(median(sorted(gaps)))
 
 
 def _culprit(frame: Frame) -> int | None:

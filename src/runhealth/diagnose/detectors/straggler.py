@@ -25,6 +25,7 @@ REARM_FRAMES = 256
 class Straggler(Detector):
     name: ClassVar[str] = "straggler"
     kinds: ClassVar[tuple[str, ...]] = ("straggler",)
+    reads: ClassVar[tuple[str, ...]] = ("t_forward_s",)
 
     def __init__(self) -> None:
         self._habit = Baseline(128, least=16, floor=0.01)  # largest excess of any rank, as a share
@@ -39,18 +40,23 @@ class Straggler(Detector):
         if len(frame.ranks) < 2:
             return []
         self._since += 1
-        compute = {
-            rank: values["t_forward_s"] + values.get("t_backward_s", 0.0)
-            for rank, values in frame.ranks.items()
-            if "t_forward_s" in values
-        }
-        if len(compute) < 2:
+        compute: dict[int, float] = {}
+        slowest, longest = -1, -math.inf
+        for rank, values in frame.ranks.items():
+            forward = values.get("t_forward_s")
+            if forward is not None:
+                compute[rank] = seconds = forward + values.get("t_backward_s", 0.0)
+                if seconds > longest:
+                    slowest, longest = rank, seconds
+        if len(compute) < 2 or slowest < 0:
             return []
-        slowest = max(compute, key=lambda r: (compute[r], -r))
         others = median(sorted(v for r, v in compute.items() if r != slowest))
         if not math.isfinite(compute[slowest]) or others <= 0:
             return []
         excess = compute[slowest] / others - 1
+        if excess <= EXCESS and self._frames <= 0:
+            self._habit.push(excess)
+            return []
         waits = {rank: values["t_wait_s"] for rank, values in frame.ranks.items() if "t_wait_s" in values}
         least = not waits or slowest not in waits or waits[slowest] <= 1.05 * min(waits.values())
         ready = self._habit.ready
@@ -59,7 +65,7 @@ class Straggler(Detector):
         if not beyond:
             self._habit.push(excess)
         if not beyond or slowest != self._rank:
-            self._frames -= TAKEN_BACK
+            self._frames = max(self._frames, 0) - TAKEN_BACK
             self._seconds -= TAKEN_BACK * seconds
             if self._frames > 0 or not beyond:
                 return []

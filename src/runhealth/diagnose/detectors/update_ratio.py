@@ -19,6 +19,7 @@ REARM_FRAMES = 32
 class UpdateRatio(Detector):
     name: ClassVar[str] = "update_ratio"
     kinds: ClassVar[tuple[str, ...]] = (CHANNEL,)
+    reads: ClassVar[tuple[str, ...]] = ("update_ratio",)
 
     def __init__(self) -> None:
         self._ratio = Baseline(64, least=16)

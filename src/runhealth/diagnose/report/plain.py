@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import shutil
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from typing import TextIO
 
 from runhealth.diagnose.findings import Severity
 
+WIDEST, NARROWEST = 118, 40  # columns: lines over 118 are hard to read, under 40 nothing fits
+GLUE = "\u00a0"  # a space at which no line is broken; shown as a space
 BARS = "▁▂▃▄▅▆▇█"
 TEXT_BARS = "_.-~=+*#"
 NAN_MARK = "!"
@@ -36,12 +40,50 @@ def _escape(char: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+_NUMBER = re.compile(r"(?<![\w./-])([-+]?)(\d+(?:\.\d+)?(?:e[-+]?\d+)?)( s\b)?(?![\w/]|\.\d)")
+
+
+def short_number(value: float) -> str:
+    """At most four digits that matter, no exponent where people write none: 340, 1.42, 12,600, 1.03e10."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value != 0 and (size < 1e-4 or size >= 1e9):
+        mantissa, exponent = f"{value:.3g}".split("e") if "e" in f"{value:.3g}" else f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def readable(text: str) -> str:
+    """Numbers in a sentence as a person would write them: 3.4e+02 as 340, 1.938245 as 1.938, 0.0835 s as 83.5 ms."""
+
+    def shorten(match: re.Match[str]) -> str:
+        sign, digits, seconds = match[1], match[2], match[3] or ""
+        if "." not in digits and "e" not in digits:
+            return match[0]
+        value = float(digits)
+        if seconds and 0 < value < 0.9995:
+            scale, unit = (1e3, "ms") if value >= 1e-3 else (1e6, "us")
+            return f"{sign}{value * scale:.3g}{GLUE}{unit}"
+        return sign + short_number(value) + seconds
+
+    return _NUMBER.sub(shorten, text)
+
+
+def cells(text: str) -> int:
+    """Columns that a text takes on a terminal: wide characters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How the text may look: with colour, with symbols beyond ASCII."""
+    """How the text may look: with colour, with symbols beyond ASCII, how wide in columns."""
 
     colour: bool = False
     unicode: bool = True
+    width: int = WIDEST
 
     @classmethod
     def of(cls, stream: TextIO) -> "Style":
@@ -54,7 +96,48 @@ class Style:
         else:
             colour = stream.isatty()
         encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("_", "-")
-        return cls(colour=colour, unicode=encoding.startswith("utf") and env.get("TERM") != "dumb")
+        width = WIDEST
+        if stream.isatty() or env.get("COLUMNS", "").isdigit():
+            width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+        return cls(colour=colour, unicode=encoding.startswith("utf") and env.get("TERM") != "dumb", width=width)
+
+    def plain(self, text: str) -> str:
+        """Text without characters that the stream does not have."""
+        text = text.replace(GLUE, " ")
+        if self.unicode:
+            return text
+        for char, twin in (("…", "..."), ("→", "->"), ("–", "-"), ("×", "x")):
+            text = text.replace(char, twin)
+        return text.encode("ascii", "backslashreplace").decode()
+
+    def wrap(self, text: str, *, hanging: int = 0, most: int | None = None, width: int | None = None) -> list[str]:
+        """`text` in lines of at most the width, the second and later ones indented by `hanging`; what goes beyond
+        `most` lines is cut with a mark. A word that is too long for a line is broken. The text holds no colour."""
+        width = width or self.width
+        stripped = text.lstrip(" ")
+        lead = " " * (len(text) - len(stripped))
+        lines: list[str] = []
+        current = lead
+        fresh = True
+        for word in stripped.split(" "):
+            shown = self.plain(word)
+            room = width - cells(current) - (0 if fresh else 1)
+            if cells(shown) > room and not fresh:
+                lines.append(current.rstrip())
+                current, fresh = " " * hanging, True
+                room = width - hanging
+            while cells(shown) > room:
+                cut = _fit(shown, room)
+                lines.append(current + shown[:cut])
+                shown, current, room = shown[cut:], " " * hanging, width - hanging
+            current += shown if fresh else f" {shown}"
+            fresh = False
+        lines.append(current)
+        if most is not None and len(lines) > most:
+            mark = "…" if self.unicode else "..."
+            last = lines[most - 1]
+            lines = [*lines[: most - 1], last[: _fit(last, width - len(mark) - 1)].rstrip() + f" {mark}"]
+        return lines
 
     def paint(self, text: str, colour: str) -> str:
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self.colour else text
@@ -85,6 +168,16 @@ class Style:
             share = (value - low) / (high - low) if high > low else 0.0
             out.append(bars[min(len(bars) - 1, int(share * len(bars)))])
         return "".join(out)
+
+
+def _fit(text: str, room: int) -> int:
+    """How many characters fit into `room` columns; at least one."""
+    taken = 0
+    for index, char in enumerate(text):
+        taken += cells(char)
+        if taken > room:
+            return max(1, index)
+    return len(text)
 
 
 def stdout_style() -> Style:

@@ -12,6 +12,11 @@ from runhealth.storage.records import Rejected, Scalar
 
 REJECTED_SHOWN = 20
 NOTES_SHOWN = 40
+# A detector reads at least one of these; a log without any of them cannot be diagnosed.
+USABLE = frozenset(
+    {"loss", "eval_loss", "grad_norm", "grad_norm_rank", "loss_scale", "step_skipped", "t_step_s", "t_forward_s",
+     "t_wait_s", "t_data_s", "nonfinite_count", "overflow_count", "update_ratio", "weight_norm", "logit_max"}
+)  # fmt: skip
 
 TRAINING = "train"  # rows that drive the step counter
 EVALUATION = "eval"  # rows that repeat a training step, or lag behind it
@@ -86,6 +91,7 @@ class ReadContext:
 
     tally: Tally
     mapping: Mapping[str, str] = field(default_factory=dict)
+    run: str | None = None  # which of the runs, where a file holds several
 
 
 class Importer(Protocol):

@@ -5,10 +5,12 @@ itself, so that a stray quote cannot swallow the lines after it.
 """
 
 import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import BinaryIO
 
-from runhealth.storage.importers.base import Item, ReadContext
+from runhealth.storage.errors import NoUsableDataError
+from runhealth.storage.importers.base import Item, ReadContext, Tally
 from runhealth.storage.importers.lines import iter_lines
 from runhealth.storage.importers.names import Names, field_of, normalise, target_of
 from runhealth.storage.importers.rows import RowBuilder
@@ -17,6 +19,7 @@ from runhealth.storage.importers.values import to_number
 
 _DELIMITERS = ",\t;|"
 _MAX_COLUMNS = 5000
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?\Z")
 
 
 class _CsvTable:
@@ -40,6 +43,8 @@ class _CsvTable:
         header: list[str] | None = None
         delimiter = ","
         builder: RowBuilder | None = None
+        chosen = frozenset(context.mapping.values())
+        decimal_comma = False
         for number, text, _ in iter_lines(stream, tally):
             if not text.strip() or (header is None and text.startswith("#")):
                 continue
@@ -50,7 +55,7 @@ class _CsvTable:
                 tally.rows_read += 1
                 tally.reject(number, f"cannot be split into cells: {text[:60]!r}")
                 continue
-            if header is None or _is_header(cells):
+            if header is None or _is_header(cells, chosen):
                 if header is not None:
                     tally.note(f"the header comes again on line {number}")
                 header = _unique(cells)
@@ -61,6 +66,10 @@ class _CsvTable:
                 tally.rows_read += 1
                 tally.reject(number, f"expected {len(header)} cells, met {len(cells)}")
                 continue
+            if delimiter == ";":
+                decimal_comma = decimal_comma or _has_decimal_comma(cells, tally, number)
+                if decimal_comma:
+                    cells = [cell.replace(",", ".") if _DECIMAL_COMMA.match(cell) else cell for cell in cells]
             row = builder.row(number, dict(zip(header, cells, strict=True)))
             if row is not None:
                 yield row
@@ -72,10 +81,26 @@ class _CsvTable:
         table = table_for(header, csv=True)
         if table is not None:
             context.tally.format = table.format
+        if "loss" not in context.mapping:
+            _refuse_several(header)
         names = Names(context.tally, context.mapping, table.names if table is not None else None)
         fields = {context.mapping[key] for key in ("step", "rank", "attempt", "ts") if key in context.mapping}
         names.learn(name for name in header if name not in fields and field_of(name) is None)
         return RowBuilder(context, names)
+
+
+def _refuse_several(header: list[str]) -> None:
+    """A chart exported from Weights & Biases has one column a run: `run - metric`."""
+    runs = {
+        name.rsplit(" - ", 1)[0]: name
+        for name in header
+        if " - " in name and (target := target_of(name)) is not None and target[0] == "loss"
+    }
+    if len(runs) > 1:
+        raise NoUsableDataError(
+            f"a table of {len(runs)} runs: {', '.join(list(runs)[:12])}; expected one: choose its column, "
+            f'for example --map "loss={next(iter(runs.values()))}"'
+        )
 
 
 def _delimiter(line: str) -> str:
@@ -87,16 +112,32 @@ def _cells(line: str, delimiter: str) -> list[str] | None:
     if '"' not in line:
         return [cell.strip() for cell in line.split(delimiter)]
     try:
-        return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))]
     except (csv.Error, StopIteration):
         return None
 
 
-def _is_header(cells: list[str]) -> bool:
-    """Names, no numbers, and at least one of them known."""
+def _has_decimal_comma(cells: list[str], tally: Tally, number: int) -> bool:
+    """Spreadsheets of many countries write 2,5 and separate cells with semicolons."""
+    found = any(_DECIMAL_COMMA.match(cell) for cell in cells) and not any("." in cell for cell in cells)
+    if found:
+        tally.note(f"numbers are read with decimal commas from line {number} on")
+    return found
+
+
+def is_header(line: str, chosen: Collection[str]) -> bool:
+    """Whether a line is the header of a table with one of the names that a mapping chose."""
+    cells = _cells(line, _delimiter(line) or ",")
+    return cells is not None and not set(chosen).isdisjoint(cells) and _is_header(cells, chosen)
+
+
+def _is_header(cells: list[str], chosen: Collection[str] = ()) -> bool:
+    """Names, no numbers, and at least one of them known, or chosen by a mapping."""
     if len(cells) < 2 or any(to_number(cell) is not None for cell in cells):
         return False
-    return any(cell and (field_of(cell) or target_of(cell) or normalise(cell) == "epoch") for cell in cells)
+    return any(
+        cell and (cell in chosen or field_of(cell) or target_of(cell) or normalise(cell) == "epoch") for cell in cells
+    )
 
 
 def _unique(cells: list[str]) -> list[str]:

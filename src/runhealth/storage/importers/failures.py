@@ -14,7 +14,7 @@ from runhealth.storage.records import EventKind
 # Most lines are not about failures: one look for these words decides.
 _HINT = re.compile(
     r"rror|xcept|emory|oom|OOM|ime[d]?[- ]?[Oo]ut|TIME|atchdog|NCCL|nccl|ignal|SIG|exit|code|onnection|CANCEL|Xid|ECC"
-    r"|bus|FAIL|fail|raceback|[Rr]ank|EXHAUST|ALLOC|alloc|Interrupt|Kill|kill|host|dead|lost|Root|HeartbeatMonitor"
+    r"|bus|FAIL|fail|raceback|[Rr]ank|EXHAUST|ALLOC|alloc|Interrupt|Kill|kill|host|dead|lost|Root"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Fault)\b")
@@ -35,7 +35,7 @@ _WATCHDOG = re.compile(
 _HANG = re.compile(
     r"Watchdog caught collective operation timeout|watchdog got stuck for \d+ seconds|operations have failed or timed "
     r"out|Timed out waiting \d+ ?ms for (?:recv|send|\w+) operation|collective operation timeout|Timeout at NCCL work"
-    r"|failed to pass monitoredBarrier in|HeartbeatMonitor|store->get\(.{0,200}?timeout|Socket Timeout",
+    r"|failed to pass monitoredBarrier in|heartbeat monitor timed out|store->get\(.{0,200}?timeout|Socket Timeout",
     re.I,
 )
 _WORK = re.compile(r"(?P<key>SeqNum|OpType|Timeout\(ms\))=(?P<value>\w{1,30})")
@@ -56,6 +56,8 @@ _CANCELLED = re.compile(
 )
 _LOG_PREFIX = re.compile(r"\A(?:\[?(?:default|rank)?\d{0,6}\]?:\s?)?(?P<text>[A-Za-z_][\w.]*(?:Error|Exception)\b: .+)")
 _WORK_NAMES = {"SeqNum": "seq", "OpType": "op", "Timeout(ms)": "timeout_ms"}
+# Frames of a C++ stack name functions, not what happened; warnings and notices of torch's C++ parts are no failures.
+_NOISE = re.compile(r"\s*frame #\d+:|\[[WI]\d{3,4} \d\d:|\[[WI] [\w.]+:\d+\]|[WI]\d{4} \d\d:\d\d:.*?\.cpp:\d+\]")
 _MAX_CHARS = 2000
 _MAX_RANKS = 100_000
 
@@ -104,6 +106,8 @@ class FailureReader:
         text = line[:_MAX_CHARS]
         if not self._in_traceback and _HINT.search(text) is None:
             return False
+        if _NOISE.match(text):
+            return True
         if self._in_traceback:
             if text[:1] in (" ", "\t", "", "|", "+"):
                 return True

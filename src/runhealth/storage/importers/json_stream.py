@@ -12,6 +12,8 @@ _CHUNK_BYTES = 1 << 16
 _MAX_OBJECT_CHARS = 1 << 22
 _TOO_DEEP = "nested too deeply for a record; the text after it was skipped up to 64 KiB"
 _DECODER = json.JSONDecoder()
+_FIRST_TRY_CHARS = 4096
+_OBJECT = re.compile(r'\{(?=\s*(?:["}]|\Z))')
 _SEPARATORS = re.compile(r"[\s,]*")
 
 
@@ -96,28 +98,37 @@ def _skip_separators(window: _Window) -> None:
 
 
 def _skip_to_object(window: _Window) -> None:
-    following = window.text.find("{", window.at + 1)
-    while following < 0 and not window.ended:
-        window.move(len(window.text))
+    window.move(min(window.at + 1, len(window.text)))
+    while True:
+        match = _OBJECT.search(window.text, window.at)
+        if match is not None or window.ended:
+            window.move(match.start() if match is not None else len(window.text))
+            return
+        window.move(max(window.at, len(window.text) - 1))  # a brace may be the last character
         window.more()
-        following = window.text.find("{")
-    window.move(following if following >= 0 else len(window.text))
 
 
 def _decode_one(window: _Window) -> tuple[object, str]:
+    size = _FIRST_TRY_CHARS  # what a failure costs grows with the text that it is found in
     while True:
+        text = window.text[window.at : window.at + size]
+        complete = window.ended and window.left <= size
         try:
-            value, end = _DECODER.raw_decode(window.text, window.at)
+            value, end = _DECODER.raw_decode(text)
         except json.JSONDecodeError as error:
-            near_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated")
-            if window.ended or not near_end or window.left > _MAX_OBJECT_CHARS:
+            near_end = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated")
+            if complete or not near_end or len(text) > _MAX_OBJECT_CHARS:
                 return None, f"no JSON object: {error.msg}"
         except RecursionError:
             return None, _TOO_DEEP
         except ValueError as error:
             return None, f"no usable JSON object: {error}"
         else:
-            if end < len(window.text) or window.ended:
-                window.move(end)
+            if end < len(text) or complete:
+                window.move(window.at + end)
                 return value, ""
-        window.more()
+        if window.left > size:
+            size *= 8
+        else:
+            size = max(size, window.left) * 2
+            window.more()

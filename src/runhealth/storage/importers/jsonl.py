@@ -12,6 +12,7 @@ from runhealth.storage.importers.json_stream import iter_objects
 from runhealth.storage.importers.lines import iter_lines
 from runhealth.storage.importers.names import Names
 from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.importers.streams import peek
 from runhealth.storage.importers.tables import table_for
 from runhealth.storage.records import EventKind
 
@@ -53,11 +54,7 @@ class _Jsonl:
 
 
 def _objects(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, dict[str, object]]]:
-    first = stream.read(1)
-    while first in (b" ", b"\n", b"\r", b"\t"):
-        first = stream.read(1)
-    stream.seek(0)
-    if first == b"[":
+    if peek(stream).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         yield from iter_objects(stream, context.tally, None)
         return
     tally = context.tally

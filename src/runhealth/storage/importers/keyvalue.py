@@ -6,26 +6,39 @@ A line without a loss is taken only if it has the step of a line with one in the
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.lines import without_ansi
 from runhealth.storage.importers.names import Names, target_of
+from runhealth.storage.importers.shapes import FieldReader
 from runhealth.storage.importers.text import TextRow, read_text
 from runhealth.storage.importers.values import NUMBER, to_number
 from runhealth.storage.records import Scalar
 
+_COUNT = r"\d{1,3}(?:,\d{3})+|\d{1,18}"
 _STEP = re.compile(
     r"(?<![\w/])['\"]?(?:global[_ ]?step|train[_ ]?step|num_updates|steps?|iter(?:ation)?s?|it)['\"]?"
-    r"\s*(?:[:=#]\s*|\s+|\s*\[\s*)"
-    r"(?P<step>\d{1,18})(?:\s*/\s*(?P<total>\d{1,18}))?(?![\w.])",
+    r"\s*(?:[:=#]\s*|\s+|\s*\[\s*)['\"]?"
+    rf"(?P<step>{_COUNT})(?:\.0{{1,6}}(?!\d))?(?:\s*/\s*(?P<total>{_COUNT}))?(?![\w.%]|,\d)",
     re.I,
 )
+# `[ 10/5005]`, `| 20/100 [00:01<…`, `[640/60000 (1%)]`: batches of an epoch, or of the whole training
+_BATCH = re.compile(
+    r"(?:(?P<open>[\[|])|(?<![\w/.:-]))\s{0,9}(?P<step>\d{1,15})\s?/\s?(?P<total>\d{1,15})(?![\w/.:-])"
+    r"(?P<close>\s{0,3}[\])(\[])?"
+)
+_EPOCH = re.compile(r"\b(?:epoch|train)\b(?:\(train\))?\W{0,6}(?P<epoch>\d{1,6})(?![\d.]|\s?%)", re.I)
+_EPOCH_LINE = re.compile(r"\s*Epoch\s+(?P<epoch>\d{1,6})\s*/\s*\d{1,6}\s*\Z")
+# A head line, then one indented line for each value: OLMo, Composer
+_HEAD = re.compile(r"\[(?:step|batch)=(?P<step>\d{1,18})(?:/(?P<total>\d{1,18}))?[,\]]")
+_INDENTED = re.compile(rf"\s{{2,}}(?P<name>[A-Za-z_][\w./() -]{{0,120}}?)\s*[:=]\s*(?P<value>{NUMBER})\s*\Z", re.I)
+_DEEPSPEED = re.compile(r"\bstep=(?P<step>\d{1,18}), skipped=(?P<skipped>\d{1,18}), lr=\[(?P<lr>[^,\]]{1,40})")
 _PAIR = re.compile(
     rf"(?P<name>[A-Za-z_][\w./-]{{0,60}}(?: [A-Za-z_][\w./-]{{0,60}}){{0,3}}?)['\"]?"
-    rf"(?:\s*\((?P<paren>ms|s|MB|GB|GiB)\))?\s*[:=]\s*['\"\[]{{0,2}}(?P<value>{NUMBER})(?P<unit>\s?(?:ms|us|s|GiB|MiB|GB|MB)\b)?(?![\w.:/-])",
+    rf"(?:\s*\((?P<paren>ms|s|MB|GB|GiB)\))?\s*[:=]\s*['\"\[]{{0,2}}(?P<value>{NUMBER})(?P<unit>\s?(?:ms|us|s|GiB|MiB|GB|MB)\b)?(?![\w./-]|:\S)",
     re.I,
 )
 _SPACED = re.compile(
@@ -40,6 +53,8 @@ _BARE_TIME = re.compile(rf"\A\s*(?P<value>{NUMBER})\s?(?P<unit>ms|s)(?:/(?:it|st
 _SPLIT = re.compile(r"\s*[|;]\s*|,\s+|\s-\s|\t+")
 _SNIFF_LINES = 20_000
 _SNIFF_CHARS = 4096
+_STEP_NAMES = ("step", "iter", "iteration", "global_step", "steps", "num_updates")
+_TABLE = {"step_ms": "t_step_s", "step_s": "t_step_s", "seconds": "t_step_s"}
 _EVALUATION = re.compile(r"\b(?:eval|valid|validation|val)\b", re.I)
 
 
@@ -47,19 +62,27 @@ class _KeyValue:
     name = "text"
 
     def sniff(self, name: str, head: bytes) -> float:  # noqa: ARG002
-        text = without_ansi(head.decode("utf-8", "replace"))
+        text = without_ansi(head.decode("utf-8", "replace").replace("\r", "\n"))
         found = 0
-        for line in text.splitlines()[:_SNIFF_LINES]:
-            if ("oss" in line or "OSS" in line) and len(line) <= _SNIFF_CHARS:
-                fields = _fields(line)
-                if _has_loss(fields) and (_STEP.search(line) or line.lstrip().startswith("{'")):
-                    found += 1
-                    if found == 2:
-                        return 0.4
+        headed = False
+        for line in text.split("\n")[:_SNIFF_LINES]:
+            if len(line) > _SNIFF_CHARS:
+                continue
+            if "oss" in line or "OSS" in line:
+                fields = _fields_of(line)
+                placed = _STEP.search(line) or _batch(line) or _dict_at(line) >= 0
+                if headed and (match := _INDENTED.match(line)):
+                    fields, placed = {_known_tail(match["name"], ""): 0}, True
+                found += bool(placed) and _has_loss(fields)
+            elif "skipped=" in line and _DEEPSPEED.search(line):
+                found += 1
+            headed = headed or _HEAD.search(line) is not None
+            if found == 2:
+                return 0.4
         return 0.25 if found else 0.0
 
     def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
-        names = Names(context.tally, context.mapping, {"step_ms": "t_step_s", "step_s": "t_step_s"})
+        names = Names(context.tally, context.mapping, _TABLE)
         return read_text(stream, context, names, _Parser(context))
 
 
@@ -68,71 +91,164 @@ class _Parser:
         self._tally = context.tally
         self._mapped = frozenset(context.mapping.values())
         self._shapes: set[str] = set()
+        self._known = 0  # lines with a loss
         self._count = 0
+        self._epoch: int | None = None  # of a line that holds nothing else
+        self._head: tuple[int, int | None] | None = None
+        self._zero_based = False  # the first epoch is 0
+        self._skipped = 0
+        self._read = FieldReader(_places)
 
-    def __call__(self, line: str, number: int) -> Iterator[TextRow | Mark]:  # noqa: ARG002
-        match = _STEP.search(line)
-        if match is None:
-            yield from self._without_step(line)
-            return
-        shape = line[: match.start()][-24:] + match[0][: match.start("step") - match.start()]
-        fields = _fields(line)
-        for name in ("step", "iter", "iteration", "global_step", "steps"):
-            fields.pop(name, None)
-        known = _has_loss(fields) or bool(self._mapped & fields.keys())
-        if known:
-            if len(self._shapes) < 1000:
-                self._shapes.add(_words(shape))
-        elif not fields or _words(shape) not in self._shapes:
-            return
+    def __call__(self, line: str, number: int) -> Sequence[TextRow | Mark]:  # noqa: ARG002
+        if self._head is not None and line[:1] == " " and (match := _INDENTED.match(line)):
+            return self._indented(match)
+        if "[" in line and (head := _HEAD.search(line)):
+            self._head = int(head["step"]), int(head["total"]) if head["total"] else None
+        if match := _STEP.search(line):
+            return self._stepped(line, match)
+        if match := _batch(line):
+            return self._batch_of_epoch(line, match)
+        if match := _EPOCH_LINE.match(line):
+            self._epoch = int(match["epoch"])
+        return self._without_step(line)
+
+    def _stepped(self, line: str, match: re.Match[str]) -> Sequence[TextRow]:
+        if "skipped=" in line and (found := _DEEPSPEED.search(line)):
+            return self._deepspeed(found)
+        fields = self._fields(line)
+        known = _has_loss(fields) or not self._mapped.isdisjoint(fields)
+        self._known += known
+        if not known or self._known < 2000 or self._known % 64 == 0:
+            shape = _words(line[: match.start()][-24:] + match[0][: match.start("step") - match.start()])
+            if known and len(self._shapes) < 1000:
+                self._shapes.add(shape)
+            elif not known and (not fields or shape not in self._shapes):
+                return ()
+        return self._row(_count(match["step"]), _count(match["total"]) if match["total"] else None, line, fields)
+
+    def _batch_of_epoch(self, line: str, match: re.Match[str]) -> Sequence[TextRow]:
+        fields = self._fields(line)
+        if not _has_loss(fields) and self._mapped.isdisjoint(fields):
+            return ()
+        step, total = int(match["step"]), int(match["total"])
+        before = _EPOCH.search(line[: match.start()])
+        epoch = int(before["epoch"]) if before else self._epoch
+        if epoch is None:
+            return self._row(step, total, line, fields)
+        self._tally.note("no step over all epochs: the batches of the epochs before are added to the batch")
+        self._zero_based = self._zero_based or epoch == 0
+        step += (epoch if self._zero_based else epoch - 1) * total
+        return self._row(step, None, line, fields)
+
+    def _row(self, step: int, total: int | None, line: str, fields: dict[str, Scalar]) -> Sequence[TextRow]:
         evaluation = _is_evaluation(line, fields)
         if evaluation:
             fields = {("eval_loss" if name.lower() == "loss" else name): value for name, value in fields.items()}
-        total = int(match["total"]) if match["total"] else None
-        yield TextRow(int(match["step"]), fields, evaluation=evaluation, total=total)
+        return (TextRow(step, fields, evaluation, total),)
 
-    def _without_step(self, line: str) -> Iterator[TextRow | Mark]:
+    def _fields(self, line: str) -> dict[str, Scalar]:
+        fields = self._read(line)
+        for name in _STEP_NAMES:
+            fields.pop(name, None)
+        if "time" in fields and "data_time" in fields:  # detectron2 and OpenMMLab: seconds a step
+            fields["time_s"] = fields.pop("time")
+        return fields
+
+    def _indented(self, match: re.Match[str]) -> Sequence[TextRow]:
+        assert self._head is not None
+        number = to_number(match["value"])
+        if number is None:
+            return ()
+        step, total = self._head
+        fields = {_known_tail(match["name"].strip(), ""): number}
+        targets = {target[0] for name in fields if (target := target_of(name)) is not None}
+        return (TextRow(step, fields, "eval_loss" in targets, total),)
+
+    def _deepspeed(self, match: re.Match[str]) -> Sequence[TextRow]:
+        """`skipped` counts since the start of the process."""
+        skipped = int(match["skipped"])
+        new, self._skipped = skipped - self._skipped, skipped
+        fields: dict[str, Scalar] = {"step_skipped": max(0, new)}
+        lr = to_number(match["lr"])
+        if lr is not None:
+            fields["lr"] = lr
+        return (TextRow(int(match["step"]), fields),)
+
+    def _without_step(self, line: str) -> Sequence[TextRow]:
         text = line.strip()
-        at = text.find("{'")
+        at = _dict_at(text)
         if at < 0 or not text.endswith("}"):
-            return
-        fields = _fields(text[at:])
+            return ()
+        fields = self._read(text[at:])
         if not _has_loss(fields) or "train_runtime" in fields:
-            return
+            return ()
         self._tally.note("no step in the lines: they are numbered in the order of the file")
         evaluation = "eval_loss" in fields and "loss" not in fields
         if not evaluation:
             self._count += 1
-        yield TextRow(max(0, self._count - 1), fields, evaluation=evaluation)
+        return (TextRow(max(0, self._count - 1), fields, evaluation),)
+
+
+def _count(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _dict_at(line: str) -> int:
+    """Where a printed dictionary begins, -1 if there is none."""
+    return line.find("{'")
+
+
+def _batch(line: str) -> re.Match[str] | None:
+    """The first `n/total` of a line that a bracket or bar says to be a progress."""
+    for match in _BATCH.finditer(line[:400]):
+        if (match["open"] or match["close"]) and int(match["step"]) <= int(match["total"]):
+            return match
+    return None
 
 
 def _words(shape: str) -> str:
     return re.sub(r"[\d\W]+", " ", shape).strip().lower()
 
 
-def _fields(line: str) -> dict[str, Scalar]:
+def _fields_of(line: str) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
-    for part in _SPLIT.split(line):
-        met = False
-        for match in _PAIR.finditer(part):
-            met = True
-            _put(found, match["name"], match["value"], match["unit"] or match["paren"])
-        if met:
-            continue
-        if match_ := _SPACED.match(part):
-            _put(found, match_["name"], match_["value"], match_["unit"])
-        elif match_ := _BARE_TIME.match(part):
-            _put(found, "step", match_["value"], match_["unit"])
-        else:
-            for match in _WORD_PAIR.finditer(part):
-                _put(found, match["name"], match["value"], match["unit"])
+    for name, start, end in _places(line):
+        number = to_number(line[start:end])
+        if number is not None:
+            found.setdefault(name, number)
     return found
 
 
-def _put(found: dict[str, Scalar], name: str, value: str, unit: str | None) -> None:
-    number = to_number(value)
-    if number is not None:
-        found.setdefault(_known_tail(name, unit.strip() if unit else ""), number)
+def _places(line: str) -> list[tuple[str, int, int]]:
+    found: list[tuple[str, int, int]] = []
+    start = 0
+    for separator in (*_SPLIT.finditer(line), None):
+        end = separator.start() if separator is not None else len(line)
+        _part(line[start:end], start, found)
+        if separator is not None:
+            start = separator.end()
+    return found
+
+
+def _part(part: str, at: int, found: list[tuple[str, int, int]]) -> None:
+    met = False
+    for match in _PAIR.finditer(part):
+        met = True
+        found.append(_place(match["name"], match["unit"] or match["paren"], match, at))
+    if met:
+        return
+    if match_ := _SPACED.match(part):
+        found.append(_place(match_["name"], match_["unit"], match_, at))
+    elif match_ := _BARE_TIME.match(part):
+        found.append(_place("step", match_["unit"], match_, at))
+    else:
+        found.extend(_place(match["name"], match["unit"], match, at) for match in _WORD_PAIR.finditer(part))
+
+
+def _place(name: str, unit: str | None, match: re.Match[str], at: int) -> tuple[str, int, int]:
+    value = match["value"].rstrip(",")
+    start = at + match.start("value")
+    return _known_tail(name, unit.strip() if unit else ""), start, start + len(value)
 
 
 @lru_cache(maxsize=4096)
@@ -144,19 +260,21 @@ def _known_tail(name: str, unit: str) -> str:
     return f"{known}_{unit}" if unit else known
 
 
-def _has_loss(fields: dict[str, Scalar]) -> bool:
-    for name in fields:
-        target = target_of(name)
-        if target is not None and target[0] in ("loss", "eval_loss"):
-            return True
-    return False
+@lru_cache(maxsize=1024)
+def _targets(names: tuple[str, ...]) -> frozenset[str]:
+    """The signals that names are known as."""
+    return frozenset(target[0] for name in names if (target := target_of(name)) is not None)
 
 
-def _is_evaluation(line: str, fields: dict[str, Scalar]) -> bool:
-    targets = {target[0] for name in fields if (target := target_of(name)) is not None}
-    if "eval_loss" in targets and "loss" not in targets:
-        return True
-    return "loss" in targets and _EVALUATION.search(line) is not None and "eval_loss" not in targets
+def _has_loss(fields: Mapping[str, Scalar]) -> bool:
+    return not _targets(tuple(fields)).isdisjoint(("loss", "eval_loss"))
+
+
+def _is_evaluation(line: str, fields: Mapping[str, Scalar]) -> bool:
+    targets = _targets(tuple(fields))
+    if "eval_loss" in targets:
+        return "loss" not in targets
+    return "loss" in targets and "val" in line.lower() and _EVALUATION.search(line) is not None
 
 
 IMPORTER = _KeyValue()

@@ -24,6 +24,12 @@ SIGNAL_NAMES: Mapping[str, tuple[str, ...]] = {
         "lm_loss",
         "total_loss",
         "loss/train",
+        "loss_train",
+        "loss/train/total",
+        "reduced_train_loss",
+        "train/crossentropyloss",
+        "step_loss",
+        "train_step_loss",
         "loss/total",
         "train/loss_step",
         "train/ce",
@@ -125,7 +131,7 @@ SIGNAL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 # Names that are times only with a unit behind them, and those that are times by themselves (then in seconds).
 _TIMES_WITH_UNIT: Mapping[str, tuple[str, ...]] = {
-    "t_step_s": ("step", "iter", "iteration", "dt", "time"),
+    "t_step_s": ("step", "iter", "iteration", "dt", "time", "train_step_timing_in"),
     "t_data_s": ("data", "dataloader", "data_loading"),
     "t_forward_s": ("compute", "forward", "fwd", "forward_compute"),
     "t_backward_s": ("backward", "bwd", "backward_compute"),

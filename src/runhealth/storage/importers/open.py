@@ -1,70 +1,99 @@
 """Opening a foreign log: which importer, which file, and what to say when there is none."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
-from runhealth.storage.errors import NoUsableDataError, UnknownFormatError
-from runhealth.storage.importers.assemble import Assembler
-from runhealth.storage.importers.base import Importer, ReadContext, Tally
-from runhealth.storage.importers.clock import StepClock
+from runhealth.storage.errors import ConfigError, NoUsableDataError, UnknownFormatError
+from runhealth.storage.importers import csv_table
+from runhealth.storage.importers.base import REJECTED_SHOWN, USABLE, Importer, Tally
 from runhealth.storage.importers.lines import looks_binary, without_ansi
+from runhealth.storage.importers.names import FIELD_NAMES
 from runhealth.storage.importers.registry import importers
-from runhealth.storage.records import Record, SourceInfo
+from runhealth.storage.importers.streams import open_stream
+from runhealth.storage.importers.tracks import FilePart, Source, Track, merged
+from runhealth.storage.records import Record, Rejected, SourceInfo
 from runhealth.storage.signals import STEP_SIGNALS
+
+if TYPE_CHECKING:
+    from runhealth.storage.importers.follow import Follower
 
 _HEAD_BYTES = 1 << 20
 _MAX_SNIFFED_BYTES = 1 << 28  # source listings and build output may come before the first measurement
 _LEAST_SCORE = 0.2
-# A detector reads at least one of these; a log without any of them cannot be diagnosed.
-_USABLE = frozenset(
-    {"loss", "eval_loss", "grad_norm", "grad_norm_rank", "loss_scale", "step_skipped", "t_step_s", "t_forward_s",
-     "t_wait_s", "t_data_s", "nonfinite_count", "overflow_count", "update_ratio", "weight_norm", "logit_max"}
-)  # fmt: skip
+_LOSS_LIKE = re.compile(r"loss|(?:^|[/_])(?:ce|nll|ppl|perplexity|objective)(?:$|[/_])", re.I)
 _NAMED_NUMBER = re.compile(r"\b([A-Za-z_][\w/]{0,40})\s*[:=]\s*[-+]?\d")
 
 
 class ImportedLog:
-    """A foreign log as a RecordSource. `records()` reads the file anew each time and holds bounded memory."""
+    """A foreign log as a RecordSource. `records()` reads the files anew each time and holds bounded memory."""
 
-    def __init__(self, path: str, importer: Importer, mapping: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: str, tracks: Sequence[Source], mapping: Mapping[str, str], notes: Sequence[str] = ()
+    ) -> None:
         self._path = path
-        self._importer = importer
+        self._tracks = tuple(tracks)
         self._mapping = dict(mapping)
-        self._tally = Tally()
+        self._notes = tuple(notes)
+        self._tallies: tuple[Tally, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """What was opened."""
+        return self._path
+
+    @property
+    def tracks(self) -> tuple[Source, ...]:
+        """The files, as they are read."""
+        return self._tracks
 
     def records(self) -> Iterator[Record]:
         """Yield records ordered by (attempt, step, rank). NoUsableDataError at the end if nothing can be diagnosed."""
-        tally = self._tally = Tally()
-        assembler, clock = Assembler(tally), StepClock(tally)
-        with _open(self._path) as stream:
-            items = self._importer.read(stream, ReadContext(tally=tally, mapping=self._mapping))
-            yield from assembler.run(clock.run(items))
-        if not tally.signals & _USABLE:
-            raise NoUsableDataError(self._nothing_usable(tally))
+        self._tallies = tuple(Tally() for _ in self._tracks)
+        yield from merged(
+            [track.records(tally, self._mapping) for track, tally in zip(self._tracks, self._tallies, strict=True)]
+        )
+        if not any(tally.signals & USABLE for tally in self._tallies):
+            raise NoUsableDataError(self._nothing_usable(self._tallies[0]))
+
+    def follow(self) -> "Follower":
+        """A follower of this log from its start: `poll()` gives what is there, then what is new."""
+        from runhealth.storage.importers.follow import Follower
+
+        return Follower(self._path, self._mapping)
 
     def describe(self) -> SourceInfo:
         """What was read; complete once `records()` has been exhausted."""
-        tally = self._tally
+        tallies = self._tallies or (Tally(),)
+        signals = {signal for tally in tallies for signal in tally.signals}
+        several = len(self._tracks) > 1
+        rejected: list[Rejected] = []
+        notes: dict[str, None] = dict.fromkeys(self._notes)
+        for track, tally in zip(self._tracks, tallies, strict=False):
+            prefix = f"{track.name}: " if several else ""
+            rejected += [Rejected(line=one.line, why=f"{prefix}{one.why}") for one in tally.rejected]
+            notes.update(dict.fromkeys(f"{prefix}{note}" for note in tally.notes))
         return SourceInfo(
             name=_basename(self._path),
             source=self._path,
-            format=tally.format or self._importer.name,
-            signals=tuple(sorted(tally.signals, key=lambda signal: (signal not in STEP_SIGNALS, signal))),
-            rows_read=tally.rows_read,
-            rows_kept=tally.rows_kept,
-            rows_rejected=tally.rows_rejected,
-            rejected=tuple(tally.rejected),
-            notes=tuple(tally.notes),
+            format=tallies[0].format or self._tracks[0].format,
+            signals=tuple(sorted(signals, key=lambda signal: (signal not in STEP_SIGNALS, signal))),
+            rows_read=sum(tally.rows_read for tally in tallies),
+            rows_kept=sum(tally.rows_kept for tally in tallies),
+            rows_rejected=sum(tally.rows_rejected for tally in tallies),
+            rejected=tuple(rejected[:REJECTED_SHOWN]),
+            notes=tuple(notes),
         )
 
     def _nothing_usable(self, tally: Tally) -> str:
         met = ", ".join(sorted(tally.signals)[:20]) or "none"
+        guess = next((name for name in sorted(tally.signals) if _LOSS_LIKE.search(name)), None)
+        guess = guess or next(iter(sorted(tally.signals)), "NAME")
         text = (
-            f"{self._path}: read as {self._importer.name}, {tally.rows_kept} of {tally.rows_read} rows kept, but no "
+            f"{self._path}: read as {self._tracks[0].format}, {tally.rows_kept} of {tally.rows_read} rows kept, but no "
             f"loss, gradient norm, loss scale or step time among the columns: {met}. If one of them is the loss, "
-            f"say so with a mapping, for example loss={next(iter(sorted(tally.signals)), 'NAME')}"
+            f"say so with a mapping, for example --map loss={guess}"
         )
         if tally.rejected:
             text += f"; the first rejected line is {tally.rejected[0].line}: {tally.rejected[0].why}"
@@ -72,34 +101,57 @@ class ImportedLog:
 
 
 def open_log(path: str, *, mapping: Mapping[str, str] | None = None) -> ImportedLog:
-    """Find the importer for a file by its content.
+    """Find the importer for a file by its content, or for a folder those of the files of its one run.
 
     `mapping` says under which name the file has a signal (or `step`, `rank`, `attempt`, `ts`): {"loss": "train/ce"}.
-    UnknownFormatError if no importer recognises the file, NoUsableDataError if there is none or it is empty.
+    Of a store with several runs one is chosen as `PATH#RUN`. UnknownFormatError if no importer recognises the file,
+    NoUsableDataError if there is none, it is empty, or a folder holds several runs.
     """
+    mapping = dict(mapping or {})
+    if unknown := [name for name in mapping if name not in STEP_SIGNALS and name not in FIELD_NAMES]:
+        raise ConfigError(
+            f"--map: expected signals on the left, met {', '.join(unknown)}; signals are {', '.join(STEP_SIGNALS)}, "
+            f"fields {', '.join(FIELD_NAMES)}"
+        )
+    place, run = path, None
+    if "#" in path and "://" not in path and not Path(path).exists():
+        place, run = path.rsplit("#", 1)
     try:
-        if "://" not in path and Path(path).is_dir():
-            raise UnknownFormatError(f"{path} is a folder: expected one log file")
-        with _open(path) as stream:
-            importer = _recognise(path, stream)
+        if "://" not in place and Path(place).is_dir():
+            from runhealth.storage.importers.folder import tracks_of
+
+            tracks, notes = tracks_of(Path(place), mapping)
+            return ImportedLog(path, tracks, mapping, notes)
+        importer = _importer_for(place, mapping)
     except OSError as error:
         raise NoUsableDataError(f"cannot read {path}: {error.strerror or error}") from error
-    return ImportedLog(path, importer, mapping or {})
+    return ImportedLog(path, [Track(_basename(place), [FilePart(place, importer, run)])], mapping)
+
+
+def _importer_for(path: str, mapping: Mapping[str, str]) -> Importer:
+    """By the content; a file that no importer knows is a table or text with the names that the mapping chose."""
+    try:
+        with open_stream(path) as stream:
+            return recognise(path, stream)
+    except UnknownFormatError:
+        with open_stream(path) as stream:
+            head = stream.read(_HEAD_BYTES)
+        text = without_ansi(head.decode("utf-8", "replace"))
+        lines = [line for line in text.removeprefix("\ufeff").split("\n", 200)[:200] if line.strip() and line[0] != "#"]
+        if lines and not looks_binary(head):
+            if csv_table.is_header(lines[0].rstrip("\r"), mapping.values()):
+                return importers()["csv"]
+            if any(name in text for name in mapping.values()):
+                return importers()["text"]
+        raise
 
 
 def _basename(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1] or path
 
 
-def _open(path: str) -> BinaryIO:
-    if "://" not in path:
-        return open(path, "rb")
-    import fsspec  # slow to import, and most logs are local
-
-    return cast(BinaryIO, fsspec.open(path, "rb").open())
-
-
-def _recognise(path: str, stream: BinaryIO) -> Importer:
+def recognise(path: str, stream: BinaryIO, max_bytes: int = _MAX_SNIFFED_BYTES) -> Importer:
+    """The importer for the content of a stream. UnknownFormatError says what was met instead."""
     head = stream.read(_HEAD_BYTES)
     if not head.strip():
         raise NoUsableDataError(f"{path} is empty")
@@ -112,7 +164,7 @@ def _recognise(path: str, stream: BinaryIO) -> Importer:
         best = max(scores, key=lambda known: scores[known])
         if scores[best] >= _LEAST_SCORE:
             return importers()[best]
-        if read > _MAX_SNIFFED_BYTES or looks_binary(head):
+        if read >= max_bytes or looks_binary(head):
             break
         # Continue at a line start: the measurements may come after a long listing.
         rest = stream.readline(_HEAD_BYTES)
@@ -130,5 +182,5 @@ def _unknown(path: str, head: bytes, tried: tuple[str, ...]) -> str:
     found = f"named numbers met: {', '.join(met)}" if met else "no named number was met"
     return (
         f"{path}: no line with a step and a loss was found, so there is nothing to diagnose; {found}; "
-        f"formats tried: {formats}"
+        f"formats tried: {formats}. If one of the names is the loss, say so: --map loss=NAME"
     )

@@ -6,6 +6,7 @@ slow as they have to be; from these places an expression is made that reads all 
 
 import re
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from runhealth.storage.importers.values import to_number
 from runhealth.storage.records import Scalar
@@ -14,6 +15,8 @@ Places = Sequence[tuple[str, int, int]]  # name, start and end of its number
 
 _VALUE = r"([-+.\deE]++|[-+]?[nN]a[nN]|[-+]?inf)"  # also matches what is no number; float() then says so
 _NUMBER_TEXT = re.compile(r"([-+]?\d{1,40}(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?|[-+]?[nN]a[nN]|[-+]?inf)\Z")
+_GROUPED_VALUE = r"([-+]?\d{1,3}(?:,\d{3})*+(?:\.\d{0,40})?)"  # 1,234,567
+_GROUPED_TEXT = re.compile(_GROUPED_VALUE + r"\Z")
 _VARIABLE = re.compile(r"(?<![A-Za-z_\d])\d+| {2,}")
 _KEPT = 8
 _MAX_MADE = 64  # a log whose every line has a shape of its own gains nothing
@@ -41,7 +44,10 @@ class FieldReader:
                         for v in match.groups()
                     ]
                 except ValueError:
-                    continue
+                    numbers = [to_number(v) for v in match.groups()]
+                    if None in numbers:
+                        continue
+                    values = cast(list[Scalar], numbers)
                 return dict(zip(names, values, strict=True))
         return self._slowly(text)
 
@@ -63,9 +69,10 @@ class FieldReader:
         parts: list[str] = []
         before = 0
         for _, start, end in sorted(places, key=lambda place: place[1]):
-            if start < before or not _NUMBER_TEXT.match(text, start, end):
+            plain = _NUMBER_TEXT.match(text, start, end) is not None
+            if start < before or not (plain or _GROUPED_TEXT.match(text, start, end)):
                 return
-            parts += [_literal(text[before:start]), _VALUE]
+            parts += [_literal(text[before:start]), _VALUE if plain else _GROUPED_VALUE]
             before = end
         parts.append(_literal(text[before:]))
         names = tuple(name for name, start, _ in sorted(places, key=lambda place: place[1]))

@@ -173,7 +173,8 @@ class _State:
         return True
 
     def before_row(self, row: TextRow) -> Iterator[Item]:
-        if row.step > self.last_step and self.failures.line and not self.failures.exited:
+        further = row.step > self.last_step or (row.evaluation and row.step == self.last_step)
+        if further and self.failures.line and not self.failures.exited:
             self._tally.note(f"training went on after the exception on line {self.failures.line}")
             self.failures.take()
         else:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from runhealth.storage.importers.base import EVALUATION, Item, ReadContext, Row
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.protobuf import fields, varint
 from runhealth.storage.importers.values import to_step
 from runhealth.storage.records import Scalar
 
@@ -124,14 +125,14 @@ def _frames(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, bytes
 
 def _event(data: bytes) -> _Event:
     event = _Event()
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, bytes) and len(value) == 8:
             seconds = struct.unpack("<d", value)[0]
             event.ts_ns = int(seconds * 1e9) if 0 < seconds < 1e10 else 0
         elif number == 2 and isinstance(value, int):
             event.step = value if value < 2**63 else value - 2**64
         elif number == 5 and isinstance(value, bytes):
-            for inner, summary in _fields(value):
+            for inner, summary in fields(value):
                 if inner == 1 and isinstance(summary, bytes):
                     _value(summary, event)
     return event
@@ -139,7 +140,7 @@ def _event(data: bytes) -> _Event:
 
 def _value(data: bytes, event: _Event) -> None:
     tag, scalar = "", None
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, bytes):
             tag = value.decode("utf-8", "replace")[:200]
         elif number == 2 and isinstance(value, bytes) and len(value) == 4:
@@ -155,7 +156,7 @@ def _value(data: bytes, event: _Event) -> None:
 def _tensor(data: bytes) -> Scalar | None:
     """The value of a tensor that holds one number, else None."""
     dtype, scalar = 0, None
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, int):
             dtype = value
         elif number == 2 and isinstance(value, bytes) and any(size != 1 for size in _sizes(value)):
@@ -171,7 +172,7 @@ def _tensor(data: bytes) -> Scalar | None:
                 return None
             scalar = struct.unpack(code, value)[0]
         elif number in (7, 10, 11):  # int_val, int64_val, bool_val
-            whole = value if isinstance(value, int) else _varint(value, 0)[0]
+            whole = value if isinstance(value, int) else varint(value, 0)[0]
             scalar = whole if whole < 2**63 else whole - 2**64
     if isinstance(scalar, bool):
         return int(scalar)
@@ -179,43 +180,9 @@ def _tensor(data: bytes) -> Scalar | None:
 
 
 def _sizes(shape: bytes) -> Iterator[int]:
-    for number, dim in _fields(shape):
+    for number, dim in fields(shape):
         if number == 2 and isinstance(dim, bytes):
-            yield next((size for inner, size in _fields(dim) if inner == 1 and isinstance(size, int)), 0)
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of one message: varints as ints, everything else as bytes. ValueError if malformed."""
-    at, end = 0, len(data)
-    while at < end:
-        key, at = _varint(data, at)
-        wire = key & 7
-        if wire == 0:
-            number, at = _varint(data, at)
-            yield key >> 3, number
-            continue
-        if wire == 2:
-            length, at = _varint(data, at)
-        elif wire in (1, 5):
-            length = 8 if wire == 1 else 4
-        else:
-            raise ValueError(f"wire type {wire} at byte {at}")
-        if at + length > end:
-            raise ValueError(f"a field runs over the end at byte {at}")
-        yield key >> 3, data[at : at + length]
-        at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 70:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, at
-        shift += 7
-    raise ValueError(f"no number at byte {at}")
+            yield next((size for inner, size in fields(dim) if inner == 1 and isinstance(size, int)), 0)
 
 
 def _crc_table() -> tuple[int, ...]:

@@ -5,13 +5,14 @@ from the first time stamp, so that step times are differences of the time stamps
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.lines import without_ansi
 from runhealth.storage.importers.names import Names
-from runhealth.storage.importers.text import TextRow, fields_of, read_text
+from runhealth.storage.importers.shapes import FieldReader
+from runhealth.storage.importers.text import TextRow, field_places, read_text
 from runhealth.storage.importers.values import to_ts_ns
 
 _STEP = re.compile(r"(?:\A|[\s-])(?P<validate>validate\s+)?step:\s*(?P<step>\d{1,18})\s+(?=loss:|[\w/]+:\s)")
@@ -34,16 +35,17 @@ class _Torchtitan:
 class _Parser:
     def __init__(self) -> None:
         self._start_ns = 0
+        self._fields = FieldReader(field_places)
 
-    def __call__(self, line: str, number: int) -> Iterator[TextRow | Mark]:  # noqa: ARG002
+    def __call__(self, line: str, number: int) -> Sequence[TextRow | Mark]:  # noqa: ARG002
         if "step:" not in line:
-            return
+            return ()
         match = _STEP.search(line)
         if match is None:
-            return
-        fields = fields_of(line[match.end() :])
+            return ()
+        fields = self._fields(line[match.end() :])
         if not fields:
-            return
+            return ()
         stamp = _STAMP.search(line)
         ts_ns = to_ts_ns(stamp[1]) if stamp else 0
         evaluation = match["validate"] is not None
@@ -52,7 +54,7 @@ class _Parser:
         elif ts_ns:
             self._start_ns = self._start_ns or ts_ns
             fields["elapsed_s"] = (ts_ns - self._start_ns) / 1e9
-        yield TextRow(int(match["step"]), fields, evaluation=evaluation, ts_ns=ts_ns)
+        return (TextRow(int(match["step"]), fields, evaluation=evaluation, ts_ns=ts_ns),)
 
 
 IMPORTER = _Torchtitan()

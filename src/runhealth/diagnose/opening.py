@@ -1,0 +1,161 @@
+"""From what the user typed to something that can be diagnosed; what was read so far, for a terminal."""
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from runhealth.storage.errors import ConfigError
+from runhealth.storage.records import Record, SourceInfo
+from runhealth.storage.signals import STEP_SIGNALS
+from runhealth.storage.source import RecordSource
+
+POSITIONS = ("step", "rank", "attempt", "ts")  # what a line says besides signals
+LOOK_EVERY = 2048  # records between two looks at the clock
+SILENT_S, REDRAW_S = 1.0, 0.2
+
+
+class Pollable(Protocol):
+    """A run or log that may grow. `poll` returns what is new since the last call, at first everything."""
+
+    def poll(self) -> Sequence[Record]: ...
+
+
+def parse_mapping(pairs: Sequence[str]) -> dict[str, str]:
+    """`["loss=train/ce"]` as {"loss": "train/ce"}: signal of the catalogue to the file's own name.
+
+    Raises:
+        ConfigError: no pair, an unknown signal (with the nearest ones), or one that is given twice.
+    """
+    mapping: dict[str, str] = {}
+    for pair in pairs:
+        signal, equals, name = pair.partition("=")
+        signal, name = signal.strip(), name.strip()
+        if not (equals and signal and name):
+            raise ConfigError(f"--map: expected SIGNAL=NAME, for example loss=train/ce, met {pair!r}")
+        if signal not in STEP_SIGNALS and signal not in POSITIONS:
+            near = difflib.get_close_matches(signal, [*STEP_SIGNALS, *POSITIONS], n=3, cutoff=0.5)
+            swapped = name in STEP_SIGNALS or name in POSITIONS
+            hint = f"did you mean {name}={signal}?" if swapped else f"did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(
+                f"--map: no signal {signal!r}" + (f"; {hint}" if hint else "; `diagnose doctor PATH` lists the signals")
+            )
+        if signal in mapping:
+            raise ConfigError(f"--map: {signal} is given twice, as {mapping[signal]!r} and {name!r}")
+        mapping[signal] = name
+    return mapping
+
+
+def open_run(run: str, store: str | None) -> RecordSource:
+    """A run of the store. Raises RunNotFoundError, AmbiguousRunError, StoreError."""
+    from runhealth.storage.reader import RunReader
+
+    return RunReader.open(run, store)
+
+
+def open_path(path: str, mapping: Mapping[str, str]) -> RecordSource:
+    """A foreign log, a folder of them, or the folder of a run. Raises NoUsableDataError and what `open_run` raises."""
+    if (Path(path) / "run.json").is_file():
+        return open_run(str(Path(path).absolute()), None)
+    from runhealth.storage.importers import open_log
+
+    return open_log(path, mapping=mapping)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """Something that may grow. `folder`: the run's own, where a watch may keep what it needs; None if there is none."""
+
+    source: Pollable
+    info: SourceInfo
+    folder: str | None
+
+
+def follow_run(run: str, store: str | None) -> Followed:
+    """A run of the store. Raises what `open_run` raises."""
+    from runhealth.storage.reader import RunReader
+
+    reader = RunReader.open(run, store)
+    found = reader.info
+    own = not found.bundled and "://" not in found.path
+    info = SourceInfo(name=found.name, source=found.path, format="runhealth")
+    return Followed(source=reader, info=info, folder=found.path if own else None)
+
+
+def follow_path(path: str, mapping: Mapping[str, str], *, once: bool) -> Followed:
+    """A log that grows, or the folder of a run. Raises NoUsableDataError and what `open_run` raises.
+
+    With `once` the log must be there; otherwise it may come later.
+    """
+    if (Path(path) / "run.json").is_file():
+        return follow_run(str(Path(path).absolute()), None)
+    from runhealth.storage.importers.follow import Follower
+
+    info = SourceInfo(name=Path(path).name, source=path, format="log")
+    return Followed(
+        source=_Whole(open_path(path, mapping)) if once else Follower(path, mapping), info=info, folder=None
+    )
+
+
+class _Whole:
+    """A log as it is now, its last line included."""
+
+    def __init__(self, source: RecordSource) -> None:
+        self._source: RecordSource | None = source
+
+    def poll(self) -> Sequence[Record]:
+        source, self._source = self._source, None
+        return list(source.records()) if source is not None else []
+
+
+def close(source: object) -> None:
+    closing = getattr(source, "close", None)
+    if callable(closing):
+        closing()
+
+
+class Progress:
+    """A source that shows on a terminal how much of it was read, once that takes longer than a second."""
+
+    def __init__(
+        self, source: RecordSource, stream: TextIO, clock: Callable[[], float] = time.monotonic, width: int = 79
+    ) -> None:
+        self._source, self._stream, self._clock, self._width = source, stream, clock, width
+
+    def records(self) -> Iterator[Record]:
+        started = drawn = self._clock()
+        shown = False
+        try:
+            for count, record in enumerate(self._source.records(), start=1):
+                if count % LOOK_EVERY == 0:
+                    now = self._clock()
+                    if now - started > SILENT_S and now - drawn > REDRAW_S:
+                        line = f"reading: {count:,} records, step {record.step:,}, {now - started:.0f} s"
+                        self._stream.write(f"\r{line[: self._width]:{self._width}}")
+                        self._stream.flush()
+                        shown, drawn = True, now
+                yield record
+        finally:
+            if shown:
+                self._stream.write(f"\r{'':{self._width}}\r")
+                self._stream.flush()
+
+    def describe(self) -> SourceInfo:
+        return self._source.describe()
+
+    def close(self) -> None:
+        close(self._source)
+
+
+def with_progress(source: RecordSource) -> RecordSource:
+    """The source itself where nobody would see a progress line."""
+    stream = sys.stderr
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return source
+    import shutil
+
+    return Progress(source, stream, width=max(20, shutil.get_terminal_size().columns - 1))

@@ -1,0 +1,314 @@
+"""One log a node instead of one a rank: for jobs of many ranks, where a file for each would be a burden.
+
+The ranks of a node send their frames over a Unix socket to the node's agent. It appends what came from all of them with
+one `write()` to its own log, `<attempt>/n<node>/`, and acknowledges after that; so a step whose `AgentLog.append` has
+returned is as safe as with a `RankLog`, whichever process dies.
+
+Request:  magic `RHAG` | payload bytes u32 | rank i32 | number u32 | frames
+Reply:    number u32 | bytes of an error message u32 | message
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from runhealth.storage.codec import Encoder, inner_frames, ranked_frame
+from runhealth.storage.errors import CorruptDataError, StoreError
+from runhealth.storage.frame import MAX_PAYLOAD_BYTES, FrameKind
+from runhealth.storage.ranklog import SEGMENT_BYTES, RankLog
+from runhealth.storage.records import Record
+
+_REQUEST = struct.Struct("<4sIiI")
+_REPLY = struct.Struct("<II")
+_MAGIC = b"RHAG"
+_RECEIVE_BYTES = 1 << 18
+_SCHEMAS_KEPT = 512  # of one rank; a rank with more of them announces them again
+
+
+class NodeLog(RankLog):
+    """The log of an agent. Use `NodeLog.open`; `append_ranked` takes frames of any rank of the attempt."""
+
+    _format_version = 2
+
+    @classmethod
+    def open(
+        cls, attempt_dir: str, node: int, *, fsync: Literal["background", "step"] = "background",
+        segment_bytes: int = SEGMENT_BYTES, clock: Callable[[], int] = time.time_ns,
+    ) -> "NodeLog":  # fmt: skip
+        """Claim `<attempt_dir>/n<node>`. Raises StoreError if it is claimed or cannot be written."""
+        return cls._claim(attempt_dir, f"n{node:05d}", -1, fsync=fsync, segment_bytes=segment_bytes, clock=clock)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the segment that the next append goes to; it grows when that begins a new one."""
+        full = self._fd < 0 or self._size >= self._segment_bytes
+        return self._sequence + 1 if full else self._sequence
+
+    def append_ranked(self, batches: Sequence[tuple[int, int, bytes]]) -> None:
+        """Write (rank, connection, frames) with one `write()`. Raises StoreError."""
+        with self._lock:
+            if self._closed.is_set():
+                raise StoreError(f"{self.path} is closed")
+            if self._fd < 0 or self._size >= self._segment_bytes:
+                self._rotate()
+            now = self._clock()
+            frames = [ranked_frame(rank, connection, data, now) for rank, connection, data in batches]
+            self._write(b"".join(frames), frames)
+            self._dirty = True
+            if self._fsync == "step":
+                self._flush(self._fd)
+
+
+@dataclass(slots=True)
+class _Client:
+    """A connection: what arrived of the next request, what waits to be sent, and the schemas its rank announced."""
+
+    socket: socket.socket
+    number: int
+    rank: int | None = None
+    incoming: bytearray = field(default_factory=bytearray)
+    outgoing: bytearray = field(default_factory=bytearray)
+    schemas: dict[bytes, None] = field(default_factory=dict)
+    segment: int = -1  # of the log, in which all of `schemas` are known
+
+
+class Agent:
+    """Serves one attempt on one node until `close`. Messages of a broken client end its connection, nobody else's."""
+
+    def __init__(self, log: NodeLog, socket_path: str) -> None:
+        self._log = log
+        self.path = socket_path
+        self.batches = 0  # that were acknowledged
+        self.refused = 0  # connections that were ended because of what they sent
+        self._connections = 0
+        self._ranks: dict[int, _Client] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                Path(socket_path).unlink()
+            self._listener.bind(socket_path)
+            self._listener.listen(1024)
+        except OSError as err:
+            self._listener.close()
+            raise StoreError(f"cannot listen on {socket_path}: {err.strerror or err}") from err
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def serve(self, stop: threading.Event, poll_s: float = 0.2) -> None:
+        """Take frames until `stop` is set."""
+        while not stop.is_set():
+            self.turn(poll_s)
+
+    def turn(self, wait_s: float) -> None:
+        """One round: read what every rank sent, write it to the log at once, acknowledge."""
+        due: list[tuple[_Client, int, int, bytes]] = []
+        for key, events in self._selector.select(wait_s):
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            client: _Client = key.data
+            if events & selectors.EVENT_WRITE:
+                self._send(client)
+            if events & selectors.EVENT_READ:
+                due += self._receive(client)
+        if due:
+            self._take(due)
+
+    def close(self) -> None:
+        """End all connections and the log."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Client):
+                self._end(key.data)
+        self._selector.close()
+        self._listener.close()
+        Path(self.path).unlink(missing_ok=True)
+        self._log.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._connections += 1
+            self._selector.register(connection, selectors.EVENT_READ, _Client(connection, self._connections))
+
+    def _receive(self, client: _Client) -> list[tuple[_Client, int, int, bytes]]:
+        try:
+            data = client.socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self._end(client)
+            return []
+        client.incoming += data
+        due = []
+        while len(client.incoming) >= _REQUEST.size:
+            magic, length, rank, number = _REQUEST.unpack_from(client.incoming)
+            if magic != _MAGIC or length > MAX_PAYLOAD_BYTES:
+                self.refused += 1
+                self._end(client)
+                return []
+            end = _REQUEST.size + length
+            if len(client.incoming) < end:
+                break
+            due.append((client, rank, number, bytes(client.incoming[_REQUEST.size : end])))
+            del client.incoming[:end]
+        return due
+
+    def _take(self, due: Sequence[tuple[_Client, int, int, bytes]]) -> None:
+        segment = self._log.sequence
+        batches: list[tuple[int, int, bytes]] = []
+        sound: list[tuple[_Client, int]] = []
+        for client, rank, number, frames in due:
+            if self._ranks.setdefault(rank, client) is not client or client.rank not in (None, rank):
+                self._reply(client, number, f"rank {rank} writes over another connection already")
+                continue
+            client.rank = rank
+            try:
+                inner = inner_frames(frames)
+            except CorruptDataError as err:
+                self._reply(client, number, str(err))
+                continue
+            if client.segment != segment and client.schemas:
+                batches.append((rank, client.number, b"".join(client.schemas)))
+            client.segment = segment
+            start = 0
+            for frame in inner:
+                if frame.kind == FrameKind.SCHEMA:
+                    client.schemas[frames[start : frame.end]] = None
+                start = frame.end
+            batches.append((rank, client.number, frames))
+            sound.append((client, number))
+        problem = ""
+        if batches:
+            try:
+                self._log.append_ranked(batches)
+            except StoreError as err:
+                problem = str(err)
+        for client, number in sound:
+            if problem:
+                client.segment = -1  # what the log knows of its schemas is uncertain
+            else:
+                self.batches += 1
+            self._reply(client, number, problem)
+            if len(client.schemas) > _SCHEMAS_KEPT:
+                self._end(client)
+
+    def _reply(self, client: _Client, number: int, problem: str) -> None:
+        text = problem.encode()
+        client.outgoing += _REPLY.pack(number, len(text)) + text
+        self._send(client)
+
+    def _send(self, client: _Client) -> None:
+        try:
+            while client.outgoing:
+                del client.outgoing[: client.socket.send(client.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end(client)
+            return
+        if client.socket.fileno() >= 0:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
+            self._selector.modify(client.socket, wanted, client)
+
+    def _end(self, client: _Client) -> None:
+        if client.rank is not None and self._ranks.get(client.rank) is client:
+            del self._ranks[client.rank]
+        if client.socket.fileno() >= 0:
+            self._selector.unregister(client.socket)
+            client.socket.close()
+
+
+class AgentLog:
+    """What a rank has in place of a `RankLog` where its node has an agent. Safe to use from several threads."""
+
+    def __init__(self, socket_path: str, attempt: int, rank: int, *, timeout_s: float = 5.0) -> None:
+        self.path = socket_path
+        self.attempt = attempt
+        self.rank = rank
+        self._timeout_s = timeout_s
+        self._encoder = Encoder()
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._number = 0
+        self._pid = os.getpid()
+        with self._lock:
+            self._connect()
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Hand the records to the agent; when this returns they are in its log.
+
+        Raises StoreError if they may not be: do not send them again. The next append connects anew.
+        """
+        if os.getpid() != self._pid:
+            raise StoreError(f"{self.path} was opened by process {self._pid}, this is its forked child {os.getpid()}")
+        for record in records:
+            if record.attempt != self.attempt or record.rank != self.rank:
+                raise StoreError(
+                    f"this log takes records of attempt {self.attempt}, rank {self.rank}; "
+                    f"met attempt {record.attempt}, rank {record.rank}"
+                )
+        with self._lock:
+            connection = self._socket or self._connect()
+            frames = b"".join(self._encoder.encode(records))
+            self._number = (self._number + 1) % 2**32
+            try:
+                connection.sendall(_REQUEST.pack(_MAGIC, len(frames), self.rank, self._number) + frames)
+                number, length = _REPLY.unpack(_exactly(connection, _REPLY.size))
+                problem = _exactly(connection, length).decode(errors="replace")
+            except (OSError, struct.error) as err:
+                self._disconnect()
+                raise StoreError(f"the agent at {self.path} did not acknowledge: {err}; this step may be lost") from err
+            if problem or number != self._number:
+                self._disconnect()
+                raise StoreError(f"the agent at {self.path} refused: {problem or 'an answer out of turn'}")
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        with self._lock:
+            self._disconnect()
+
+    def __enter__(self) -> "AgentLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self._timeout_s)
+        try:
+            connection.connect(self.path)
+        except OSError as err:
+            connection.close()
+            raise StoreError(f"no agent answers at {self.path}: {err.strerror or err}") from err
+        self._socket = connection
+        return connection
+
+    def _disconnect(self) -> None:
+        self._encoder.forget()  # a new connection knows no schema
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """`count` bytes; a short answer is an error, never an acknowledgement."""
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        data += more
+    return data

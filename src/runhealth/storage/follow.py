@@ -1,0 +1,78 @@
+"""Following a run through what is published of it, where its rank logs are out of reach: on object storage, say.
+
+Rows have no number of their own. But each rank's rows are published in the order in which the rank logged them, however
+often the database was built anew; so it is enough to count, for each table, attempt and rank, how many of the rows
+that are in no part yet were given out.
+"""
+
+import polars as pl
+
+from runhealth.storage.parts import union_sql
+from runhealth.storage.records import Record
+from runhealth.storage.rows import BUILDERS
+from runhealth.storage.store import RunInfo
+from runhealth.storage.tail import order
+from runhealth.storage.view import View
+
+_KEY = ["attempt", "rank"]
+
+
+class PublishedFollower:
+    """Gives out each record of a published run once. `read` looks for a newer publication."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._info = info
+        self._version: str | None = None
+        self._parts: set[str] = set()  # files that were given out whole
+        self._given: dict[str, pl.DataFrame] = {}  # table -> attempt, rank, rows given out that were in no part
+
+    def read(self) -> list[Record]:
+        """Records that were published since the last call, ordered like `RunReader.records()`."""
+        if self._version is not None and View.version_of(self._info) == self._version:
+            return []
+        view = View(self._info)
+        try:
+            if not view.version:  # packed: it does not grow
+                records = list(view.records()) if self._version is None else []
+            else:
+                records = sorted(self._new(view), key=order)
+            self._version = view.version
+        finally:
+            view.close()
+        return records
+
+    def _new(self, view: View) -> list[Record]:
+        names = view.signal_names()
+        records: list[Record] = []
+        for table, build in BUILDERS:
+            columns = view.query(view.recent[table] + " LIMIT 0")
+            types = {
+                name: kind for name, kind, *_ in view.connection.execute(f"DESCRIBE {view.recent[table]}").fetchall()
+            }
+            given = self._given.get(table)
+            for part, path in view.parts:
+                if part.table_name == table and part.file not in self._parts:
+                    frame = view.query(union_sql(view.connection, [path], types))
+                    frame = pl.concat([columns, frame], how="diagonal")
+                    fresh, given = _beyond(frame, given)
+                    records += build(fresh, names.get(table, {}))
+            frame = view.query(view.recent[table])
+            fresh, _ = _beyond(frame, given)
+            records += build(fresh, names.get(table, {}))
+            self._given[table] = frame.group_by(_KEY).agg(pl.len().cast(pl.Int64).alias("given"))
+        self._parts |= {part.file for part, _ in view.parts}
+        return records
+
+
+def _beyond(frame: pl.DataFrame, given: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+    """Rows of `frame` that were not given out, and how many of `given` are still to come after this frame."""
+    if given is None or frame.is_empty():
+        return frame, given
+    numbered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).over(_KEY).alias("\0n"))
+    joined = numbered.join(given, on=_KEY, how="left", maintain_order="left")
+    fresh = joined.filter(pl.col("\0n") >= pl.col("given").fill_null(0)).drop("\0n", "given")
+    held = frame.group_by(_KEY).agg(pl.len().cast(pl.Int64).alias("held"))
+    left = given.join(held, on=_KEY, how="left").select(
+        *_KEY, (pl.col("given") - pl.col("held").fill_null(0)).clip(lower_bound=0).alias("given")
+    )
+    return fresh, left
