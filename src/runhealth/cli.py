@@ -1,12 +1,11 @@
 """`runhealth`: train, watch and keep runs. The diagnosis has a command of its own, `diagnose`.
 
-Each command imports its room only when it is called: `runhealth runs` works without torch, `runhealth train` without
+Each command imports its room only when it is called: `runhealth store` works without torch, `runhealth train` without
 Streamlit.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from runhealth import __version__
@@ -33,30 +32,8 @@ def _dashboard(args: argparse.Namespace) -> int:
     return launch.main(args.run, args.store, args.port)
 
 
-def _runs(args: argparse.Namespace) -> int:
-    from runhealth.storage.store import Store
-
-    store = Store(args.store)
-    runs = store.runs()
-    for run in runs:
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_ns / 1e9)) if run.created_ns else "-"
-        print(f"{run.name:<32} {created:<17} {run.path}")
-    if not runs:
-        print(f"no runs in {store.root}; make one with `runhealth demo` or `runhealth train`", file=sys.stderr)
-    return EXIT_OK
-
-
-def _publish(args: argparse.Namespace) -> int:
-    from runhealth.storage.publish import Publisher
-    from runhealth.storage.store import Store
-
-    run = Store(args.store).resolve(args.run)
-    Publisher(run.path).publish()
-    print(f"{run.path}/run.duckdb")
-    return EXIT_OK
-
-
 def _parser() -> argparse.ArgumentParser:
+    from runhealth.storage.commands import add_compact_arguments, add_store_arguments, run_compact, run_store
     from runhealth.trainer.commands import add_train_arguments
 
     parser = argparse.ArgumentParser(
@@ -80,12 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     dashboard.add_argument("--port", type=int, help="port on 127.0.0.1 (default: 8501, or the next free one)")
     dashboard.set_defaults(call=_dashboard)
 
-    runs = commands.add_parser("runs", parents=[store], help="list the runs of the store")
-    runs.set_defaults(call=_runs)
+    keep = commands.add_parser("store", help="list, size, export, prune or push the runs of a store")
+    add_store_arguments(keep)
+    keep.set_defaults(call=run_store)
 
-    publish = commands.add_parser("publish", parents=[store], help="bring run.duckdb of a run up to date with its logs")
-    publish.add_argument("run", metavar="RUN")
-    publish.set_defaults(call=_publish)
+    compact = commands.add_parser("compact", help="bring run.duckdb up to date and the logs into parts")
+    add_compact_arguments(compact)
+    compact.set_defaults(call=run_compact)
     return parser
 
 

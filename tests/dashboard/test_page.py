@@ -113,7 +113,7 @@ def test_a_damaged_database_is_told_with_the_way_out(new_run: Callable[..., Any]
     (Path(made.info.path) / "run.duckdb").write_bytes(b"no database" * 1000)
     at = open_page(run="broken")
     assert "cannot be read" in words(at)
-    assert at.code[0].value.startswith("runhealth publish broken")
+    assert at.code[0].value.startswith("runhealth compact broken")
 
 
 def test_a_run_that_cannot_be_read_for_a_moment_comes_back(

@@ -400,7 +400,7 @@ def test_states_name_the_next_command() -> None:
     assert nearest.action == "runhealth dashboard --run demo-spike"
     assert nearest.names == ("demo-spike",)
     assert "more than one" in states.unknown_run("d", AmbiguousRunError("two"), ("d1", "d2")).title
-    assert states.unreadable_run("r", OSError("bad"), None).action == "runhealth publish r"
+    assert states.unreadable_run("r", OSError("bad"), None).action == "runhealth compact r"
     assert states.no_telemetry("r", None).action == "diagnose doctor --run r"
     assert states.choose_run().action
 

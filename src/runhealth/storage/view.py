@@ -162,7 +162,7 @@ class View:
         if self._place.exists("parts/000000.json"):
             raise StoreError(
                 f"{self._run.path}/run.duckdb is missing, but parts of it are there: "
-                f"`runhealth publish {self._run.name}` makes it anew"
+                f"`runhealth compact {self._run.name}` makes it anew"
             )
         if self._place.exists("parts/meta.parquet"):
             self._attach_parts()

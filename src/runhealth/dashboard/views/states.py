@@ -56,7 +56,7 @@ def unreadable_run(name: str, error: Exception, store: str | None) -> EmptyState
         title=f"Run {plain(name, 80)} cannot be read",
         body=f"{plain(error)} The command below rebuilds the published database from the rank logs, which are left "
         "as they are. This page tries again by itself.",
-        action=command("runhealth", "publish", name, *where),
+        action=command("runhealth", "compact", name, *where),
         tone="error",
     )
 
