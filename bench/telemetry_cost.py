@@ -75,7 +75,8 @@ import json, os, pathlib, random, sys, time
 peer, root, steps, scalars, pause_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
 os.chdir(root)
 os.environ.update(TRACKIO_DIR=root, WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=root,
-                  GIT_PYTHON_REFRESH="quiet", MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_DISABLE_TELEMETRY="true", HF_HUB_OFFLINE="1")
+                  GIT_PYTHON_REFRESH="quiet", MLFLOW_ALLOW_FILE_STORE="true",
+                  MLFLOW_DISABLE_TELEMETRY="true", HF_HUB_OFFLINE="1")
 try:
     if peer == "trackio":
         import trackio
@@ -99,7 +100,7 @@ try:
         end = writer.close
     else:
         import mlflow
-        mlflow.set_tracking_uri("file://" + root)
+        mlflow.set_tracking_uri("file://" + root + "/mlruns")  # which it has to make itself
         mlflow.start_run()
         def log(step, values): mlflow.log_metrics(values, step=step)
         end = mlflow.end_run

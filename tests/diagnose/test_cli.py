@@ -433,6 +433,16 @@ def test_plan_is_written_and_printed(rolled, capsys):
     assert plan.skip
 
 
+def test_a_shipped_run_gets_no_plan_written_into_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollback", "plan", "--run", "40k-spike"]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint 40,000" in out
+    assert "written" not in out
+    with RunReader.open("40k-spike") as reader:
+        assert reader.info.bundled
+        assert not (Path(reader.info.path) / "plans").exists()
+
+
 def test_no_plan_says_why(tmp_path, records_of, capsys):
     write_run(tmp_path, "clean", records_of(seed=152))
     assert main(["rollback", "plan", "--run", "clean", "--store", str(tmp_path)]) == 3

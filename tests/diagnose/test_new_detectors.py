@@ -255,3 +255,99 @@ def test_failures_that_events_tell(list_source):
     assert set(found) == {"crash", "out_of_memory", "hang"}
     assert found["hang"].ranks == (5,)
     assert all(f.severity is Severity.ERROR for f in found.values())
+
+
+def test_a_loss_of_exactly_zero_and_a_loss_that_is_repeated():
+    zero = [(s, {"loss": 2.0 - 0.01 * s if s < 40 else 0.0}) for s in range(60)]
+    assert [(a.kind, a.onset_step) for a in run("masked_non_finite", zero)] == [("masked_non_finite", 40)]
+    learnt = [(s, {"loss": 2.0 * 0.5**s if s < 30 else 0.0}) for s in range(60)]
+    assert run("masked_non_finite", learnt) == []
+    repeated = [(s, {"loss": 2.0 - 0.01 * min(s, 30), "grad_norm": 1.0 if s <= 30 else math.nan}) for s in range(60)]
+    assert [a.kind for a in run("masked_non_finite", repeated)] == ["masked_non_finite"]
+    assert run("not_stepping", repeated) == []
+
+
+@pytest.mark.parametrize(("ramp_rows", "severity"), [(30, Severity.INFO), (0, Severity.WARNING)])
+def test_a_rate_that_resumes_low_may_warm_up_again(list_source, ramp_rows, severity):
+    rows = [
+        StepRecord(
+            attempt=attempt,
+            step=s,
+            rank=0,
+            values={
+                "lr": 3e-4 * (1 if not attempt else (s - 199) / ramp_rows if s < 199 + ramp_rows else 0.5),
+                "loss": 2.0 + 0.01 * math.sin(s),
+            },
+        )
+        for attempt, (first, last) in enumerate([(0, 220), (200, 400)])
+        for s in range(first, last)
+    ]
+    found = [f for f in diagnose(list_source(rows)).findings if f.kind == "lr_discontinuity"]
+    assert [(f.onset_step, f.severity) for f in found] == [(200, severity)]
+
+
+def test_a_scaler_that_calibrates_again_after_a_resume():
+    def scales(lowest):
+        before = [(0, s, {"loss_scale": 1024.0}) for s in range(200)]
+        return before + [(1, 200 + i, {"loss_scale": max(lowest, 2.0 ** (32 - i))}) for i in range(60)]
+
+    assert run("loss_scale_collapse", scales(1024.0)) == []
+    assert [a.kind for a in run("loss_scale_collapse", scales(1.0))] == ["loss_scale_collapse"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_periods_that_matter_and_periods_of_chance(seed):
+    rng = np.random.default_rng(seed)
+
+    def kinds(seconds, every=1):
+        rows = [(every * i, {"t_step_s": float(v)}) for i, v in enumerate(seconds)]
+        return {a.kind for a in run("step_time", rows)}
+
+    toy = 0.005 * np.exp(0.2 * np.abs(rng.standard_t(2, 1500)))
+    toy[::10] *= 4
+    assert "periodic_stall" not in kinds(toy)
+    noisy = np.where(rng.random(2000) < 0.2, 4.0, 1.0)
+    assert "periodic_stall" not in kinds(noisy)
+    slower = np.concatenate([np.full(40, 0.5), np.full(60, 6.0)])
+    assert kinds(slower, every=10) <= {"sustained_slowdown", "slow_step"}
+    comb = 1 + 0.02 * rng.normal(size=400)
+    comb[7::25] += 3
+    assert "periodic_stall" in kinds(comb)
+
+
+def test_a_slowdown_that_is_over_and_cost_little_becomes_info(list_source):
+    seconds = np.full(4000, 1.0)
+    seconds[1000:1020] = 5.0
+
+    def severities(last):
+        rows = [
+            StepRecord(attempt=0, step=s, rank=0, values={"t_step_s": float(v)}) for s, v in enumerate(seconds[:last])
+        ]
+        return [f.severity for f in diagnose(list_source(rows)).findings if f.kind == "sustained_slowdown"]
+
+    assert severities(1019) == [Severity.WARNING]
+    assert severities(4000) == [Severity.INFO]
+
+
+def test_gradient_bursts_of_the_early_descent_are_info_and_those_of_a_settled_run_a_warning(list_source):
+    rng = np.random.default_rng(100)
+    noise = np.exp(0.1 * rng.normal(size=1200))
+
+    def severity(loss):
+        rows = []
+        for s in range(1200):
+            burst = 8.0 if s in (100, 160, 220) else 1.0
+            rows.append(
+                StepRecord(attempt=0, step=s, rank=0, values={"loss": loss(s), "grad_norm": float(noise[s] * burst)})
+            )
+        found = [f for f in diagnose(list_source(rows)).findings if f.kind == "gradient_spike"]
+        assert sum(f.count for f in found) == 3
+        return {f.severity for f in found}
+
+    assert severity(lambda s: 2 + 8 * math.exp(-s / 120)) == {Severity.INFO}
+    assert severity(lambda s: 2 + 0.02 * math.sin(s)) == {Severity.WARNING}
+
+
+def test_a_gradient_that_stays_up_is_told_as_a_warning():
+    rows = [(s, {"grad_norm": (1.0 + 0.1 * math.sin(s)) * (6 if s >= 200 else 1)}) for s in range(400)]
+    assert [a.severity for a in run("gradient_spike", rows)][:2] == [None, Severity.WARNING]

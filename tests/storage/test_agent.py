@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runhealth.storage.agent import Agent, AgentLog, NodeLog
+from runhealth.storage.codec import Encoder, end_frame, ranked_frame, segment_frame
 from runhealth.storage.errors import StoreError
 from runhealth.storage.publish import Publisher
 from runhealth.storage.reader import RunReader
 from runhealth.storage.records import Record, StepRecord
 from runhealth.storage.store import RunInfo, Store
-from runhealth.storage.tail import RunTail, order
+from runhealth.storage.tail import RunTail, SegmentTail, order
 
 OneStep = Callable[..., list[Record]]
 
@@ -121,6 +124,43 @@ def test_a_full_disk_is_told_to_the_rank_and_survived(
         monkeypatch.setattr(os, "write", real)
         log.append([step(2)])
     assert [record.step for record in RunTail(run.path).read()] == [0, 2]
+
+
+def a_node_segment() -> tuple[bytes, list[Record]]:
+    """A small closed segment of an agent, with two ranks that use the same schema ids for different names."""
+    data = segment_frame({"attempt": 0, "rank": -1, "node": 0}, 1, 2)
+    wanted: list[Record] = []
+    ranks = ((0, "loss", Encoder()), (1, "lr", Encoder()))
+    for number in range(4):
+        for rank, name, encoder in ranks:
+            wanted.append(step(number, rank, **{name: float(number)}))
+            data += ranked_frame(rank, rank + 1, b"".join(encoder.encode(wanted[-1:])), 2)
+    return data + end_frame(3), wanted
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_damage_to_a_node_log_is_noticed_and_never_misread(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    whole, wanted = a_node_segment()
+    hurt = bytearray(whole)
+    if data.draw(st.booleans()):
+        for _ in range(data.draw(st.integers(1, 3))):
+            hurt[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        first = data.draw(st.integers(0, len(whole) - 1))
+        del hurt[first : data.draw(st.integers(first + 1, len(whole)))]
+    file = tmp_path_factory.getbasetemp() / "node.rlog"
+    file.write_bytes(hurt)
+    tail = SegmentTail(file, "log/a000/n00000/000000.rlog")
+    got = tail.read()
+    rest = iter(wanted)
+    assert all(any(record == one for one in rest) for record in got)
+    if bytes(hurt) != whole and got != wanted:
+        cut_clean = whole.startswith(bytes(hurt)) and not tail.pending_bytes and not tail.problem
+        removed_whole = not tail.gaps and len(hurt) < len(whole)  # whole frames taken out leave no trace
+        assert tail.gaps or tail.rejected(final=True) is not None or cut_clean or removed_whole
 
 
 AGENT = """

@@ -97,7 +97,7 @@ def test_the_database_is_built_anew_from_parts_and_logs(in_parts: list[Record], 
         shutil.rmtree(private.parent)
     if lost == "private and database":
         Path(run.path, "run.duckdb").unlink()
-        with pytest.raises(StoreError, match="publish"):
+        with pytest.raises(StoreError, match=r"run\.duckdb is missing.*makes it anew"):
             RunReader.open(run.path).poll()
     Publisher(run.path).publish()
     assert list(RunReader.open(run.path).records()) == in_parts

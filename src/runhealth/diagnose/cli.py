@@ -179,7 +179,7 @@ def _rollback(arguments: list[str]) -> int:
     from runhealth.diagnose.opening import open_run
 
     if args.command == "plan":
-        return rollback_cli.plan(open_run(args.run, args.store), args.incident, args.output)
+        return rollback_cli.plan(open_run(args.run, args.store), args.incident, args.output, args.store)
     return rollback_cli.apply(args.run, args.store, args.plan, dry_run=args.dry_run)
 
 

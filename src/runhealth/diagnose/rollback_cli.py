@@ -1,5 +1,6 @@
 """`diagnose rollback plan` and `apply`."""
 
+import shlex
 import sys
 
 from runhealth.diagnose import apply as applying
@@ -17,20 +18,27 @@ from runhealth.storage.store import Store
 EXIT_OK, EXIT_REFUSED = 0, 1
 
 
-def plan(source: object, incident: str | None, output: str | None) -> int:
-    """Make the plan, write it, print it readably."""
+def plan(source: object, incident: str | None, output: str | None, store: str | None) -> int:
+    """Make the plan, write it, print it readably. A run that ships with the package is nobody's to change: its plan is
+    written only where `output` says."""
     assert isinstance(source, RunReader)
     with source:
         report = diagnose(source)
         made = build_plan(report, incident, source)
         path = output or applying.plan_path(source.info.path, made.incident)
+    shipped = source.info.bundled
     if output:
         write_output(made.dumps() + "\n", output)
-    else:
+    elif not shipped:
         applying.write_atomically(path, made.dumps() + "\n")
     sys.stdout.write(describe(made))
-    print(f"  written   {safe(path)}")
-    print(f"  next      diagnose rollback apply --run {safe(made.run)}")
+    if output or not shipped:
+        print(f"  written   {safe(path)}")
+    if shipped:
+        print("  next      nothing: this run ships with runhealth as an example, without its checkpoints")
+        return EXIT_OK
+    command = ["diagnose", "rollback", "apply", "--run", made.run, *(["--store", store] if store else [])]
+    print(f"  next      {safe(shlex.join([*command, path] if output else command))}")
     return EXIT_OK
 
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,9 @@ class NodeLog(RankLog):
     ) -> "NodeLog":  # fmt: skip
         """Claim `<attempt_dir>/n<node>`. Raises StoreError if it is claimed or cannot be written."""
         return cls._claim(attempt_dir, f"n{node:05d}", -1, fsync=fsync, segment_bytes=segment_bytes, clock=clock)
+
+    def _identity(self) -> Mapping[str, object]:
+        return {"node": int(self._folder.name[1:])}
 
     @property
     def sequence(self) -> int:

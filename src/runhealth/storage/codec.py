@@ -250,6 +250,7 @@ class Decoder:
         self.header: Mapping[str, Any] = {}
         self.unreadable = False  # the segment has a format that this release does not know
         self.ended = False
+        self._node = False
         self.attempt = 0
         self.rank = 0
         self._schemas: dict[int, tuple[int, tuple[str, ...], struct.Struct, tuple[str, ...]]] = {}
@@ -257,6 +258,7 @@ class Decoder:
 
     def structure(self, frame: Frame) -> bool:
         """Take in a segment header, schema or end frame; False if the frame holds records instead."""
+        self._check_place(frame.kind)
         try:
             if frame.kind == FrameKind.SCHEMA:
                 body = json.loads(frame.payload)
@@ -269,6 +271,7 @@ class Decoder:
                     self.unreadable = True
                     raise CorruptDataError(f"format version {version}; this release reads up to {FORMAT_VERSION}")
                 self.attempt, self.rank = self.header["attempt"], self.header["rank"]
+                self._node = "node" in self.header
             elif frame.kind == FrameKind.END:
                 self.ended = True
             elif frame.kind == FrameKind.RANKED:
@@ -290,6 +293,7 @@ class Decoder:
         kind, step, ts_ns, payload, _ = frame
         if not self.header and kind != FrameKind.SEGMENT:
             raise CorruptDataError("the segment has no header frame")
+        self._check_place(kind)
         try:
             if kind == FrameKind.STEP:
                 _, names, packing, _ = self._schemas[int.from_bytes(payload[:4], "little")]
@@ -315,6 +319,11 @@ class Decoder:
                 raise
             raise CorruptDataError(f"frame of kind {kind} does not follow the format: {err!r}") from err
         raise CorruptDataError(f"frame kind {kind} is not known to format version {FORMAT_VERSION}")
+
+    def _check_place(self, kind: int) -> None:
+        """In a node's log every frame of a rank is inside another; one that is not is left of a damaged one."""
+        if self._node and kind not in (FrameKind.SEGMENT, FrameKind.RANKED, FrameKind.END):
+            raise CorruptDataError(f"frame of kind {kind} without the frame that says whose it is")
 
     def _ranked(self, frame: Frame) -> "tuple[Decoder, list[Frame]]":
         """The frames inside a frame of a node's log, and the decoder of the rank they are of."""

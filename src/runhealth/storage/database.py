@@ -17,9 +17,10 @@ from runhealth.storage.schema import (
     recent,
 )
 
+BLOCK_BYTES = 16384  # a column takes at least one block, and a young run has many columns and few rows
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "512MB", "threads": 2, "autoinstall_known_extensions": False,
-    "default_block_size": "131072",  # a column takes at least one block: small runs stay small
+    "default_block_size": str(BLOCK_BYTES),
     "storage_compatibility_version": "v1.2.0",  # files of DuckDB 2 are unreadable for 1.x unless asked for
 }  # fmt: skip
 _NAME = "run.duckdb"
@@ -55,7 +56,7 @@ def build_successor(connection: duckdb.DuckDBPyConnection, file: Path, manifest:
     """
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.unlink(missing_ok=True)
-    connection.execute(f"ATTACH '{_literal(str(temporary))}' AS successor (BLOCK_SIZE 131072)")
+    connection.execute(f"ATTACH '{_literal(str(temporary))}' AS successor (BLOCK_SIZE {BLOCK_BYTES})")
     try:
         for table in ALL_TABLES:
             rows = " LIMIT 0" if table in RECORD_TABLES else ""

@@ -16,6 +16,7 @@ from pathlib import Path
 import duckdb
 
 from runhealth.storage import process
+from runhealth.storage.database import BLOCK_BYTES
 from runhealth.storage.errors import ConfigError, StoreError
 from runhealth.storage.places import is_remote
 from runhealth.storage.publish import Publisher
@@ -99,7 +100,7 @@ def _build(run: RunInfo, file: Path, every: int, around: int, keep: Sequence[Spa
             raise StoreError(f"cannot prune {run.path}: {view.notes[0]}")
         connection = view.connection
         name = str(file).replace("'", "''")
-        connection.execute(f"ATTACH '{name}' AS pruned (STORAGE_VERSION 'v1.2.0', BLOCK_SIZE 131072)")
+        connection.execute(f"ATTACH '{name}' AS pruned (STORAGE_VERSION 'v1.2.0', BLOCK_SIZE {BLOCK_BYTES})")
         connection.execute(
             f"CREATE TEMP TABLE keep AS SELECT attempt, step - {around} AS first, step + {around} AS last "
             "FROM (SELECT attempt, step FROM events UNION SELECT attempt, step FROM checkpoints)"

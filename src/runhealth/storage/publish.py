@@ -42,6 +42,7 @@ _CHUNK_BYTES = 16 * 1024 * 1024  # of rank logs in one transaction
 PART_BYTES = 64 * 1024 * 1024  # of rank logs; beyond the last part, run.duckdb holds about as much
 RETENTION_S = 900.0  # how long a rank log stays after a part covers it: for readers that follow it
 _SUCCESSOR = "successor.duckdb"
+_LAST_WAIT_S = 10.0  # for somebody who compacts just when the run ends
 # Trouble of the machine, not of the database: building it anew would not help.
 _ENVIRONMENT = re.compile(
     r"no space left|permission denied|read-only|file too large|could not set lock|quota|cannot open file", re.IGNORECASE
@@ -126,7 +127,7 @@ class Publisher:
             last = stop.is_set()
             started = time.monotonic()
             try:
-                self.publish()
+                self.publish(wait_s=_LAST_WAIT_S if last else 0.0)
                 self.last_error = None
             except StoreError as err:
                 self.last_error = err

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -182,12 +182,16 @@ class RankLog:
             raise StoreError(lost) from err
         self._size += written
 
+    def _identity(self) -> Mapping[str, object]:
+        """What else the segment header says of this log."""
+        return {}
+
     def _open_segment(self) -> None:
         file = self._folder / f"{self._sequence + 1:06d}.rlog"
         self._encoder.forget()
         header = {
             "attempt": self.attempt, "rank": self.rank, "sequence": self._sequence + 1,
-            "host": socket.gethostname(), "pid": self._pid, "pid_start": start_ticks(self._pid),
+            "host": socket.gethostname(), "pid": self._pid, "pid_start": start_ticks(self._pid), **self._identity(),
         }  # fmt: skip
         try:
             self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)

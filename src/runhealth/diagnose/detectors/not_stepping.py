@@ -5,6 +5,7 @@ so for 64 rows while there are gradients and a learning rate, by an evaluation l
 by 32 skipped steps in a row. A loss of a constant batch that has converged would do the same, to fewer digits.
 """
 
+import math
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
@@ -27,7 +28,7 @@ class NotStepping(Detector):
     def update(self, frame: Frame) -> list[Alarm]:
         values = frame.values
         norm, rate = values.get("grad_norm"), values.get("lr")
-        moving = norm != 0 and rate != 0
+        moving = norm != 0 and rate != 0 and (norm is None or math.isfinite(norm))
         found: list[tuple[str, int, float, str]] = []
         for signal, needed in (("loss", LOSS_ROWS), ("eval_loss", EVALUATIONS), ("weight_norm", NORM_ROWS)):
             value = values.get(signal)

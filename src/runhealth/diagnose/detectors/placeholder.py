@@ -11,6 +11,7 @@ from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frames import Frame
 
 ROWS = 16
+FRAMES = 256  # a constant from the first row on has shown by then
 PLACEHOLDERS = (0.0, -1.0)
 
 
@@ -21,10 +22,14 @@ class Placeholder(Detector):
     replay: ClassVar[bool] = False
 
     def __init__(self) -> None:
+        self._frames = 0
         self._rows: dict[tuple[str, int], int] = {}  # signal and rank -> rows of the constant; -1: it is measured
         self._value: dict[tuple[str, int], float] = {}
 
     def update(self, frame: Frame) -> list[Alarm]:
+        if self._frames >= FRAMES:
+            return []
+        self._frames += 1
         due: dict[str, list[int]] = {}
         for rank, values in frame.ranks.items():
             for signal in ("loss", "grad_norm"):

@@ -41,14 +41,15 @@ class ResumeState(Detector):
         self._rates: list[float] = []
 
     def update(self, frame: Frame) -> list[Alarm]:
+        alarms: list[Alarm] = []
         if self._attempt is not None and frame.attempt != self._attempt:
+            alarms.extend(self._judge_low())
             self._pending = set(self._points)
             self._waited = 0
             for points in self._points.values():
                 while points and points[-1][0] >= frame.step:
                     points.pop()
         self._attempt = frame.attempt
-        alarms: list[Alarm] = []
         if self._low is not None and "lr" in frame.values:
             self._rates.append(float(frame.values["lr"]))
             if len(self._rates) >= WARM_UP_ROWS:

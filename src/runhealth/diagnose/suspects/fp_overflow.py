@@ -18,14 +18,21 @@ LEAST_ELEMENTS = 16
 COUNT_FACTOR = 8.0
 AMAX_FACTOR = 1.3
 AMAX_LEAST = 1.5
+LEAST_SHARE = 0.05
+MOST_TENSORS = 4
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
     first, last = case.loss_step - LEAD_STEPS, case.loss_step
-    found = list(_counts(case, first, last)) + list(_amax(case, first, last)) + list(_scale(case, first, last))
+    tensors = _tensors(case, first, last)
+    found = (
+        list(_counts(case, first, last, list(tensors)))
+        + list(_amax(case, first, last))
+        + list(_scale(case, first, last))
+    )
     yield from found
     if any(e.weight_nats > 0 for e in found):
-        yield from _tensors(case, first, last)
+        yield from _named(case, first, last, tensors)
         read = case.batches(first, last)
         if any(b.values for b in read) and not case.outliers(case.between(first, last)):
             yield Evidence(
@@ -42,7 +49,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
         )
 
 
-def _counts(case: Case, first: int, last: int) -> Iterator[Evidence]:
+def _counts(case: Case, first: int, last: int, tensors: list[str]) -> Iterator[Evidence]:
     if not case.has("overflow_count"):
         return
     habit = _count_habit(case)
@@ -53,7 +60,9 @@ def _counts(case: Case, first: int, last: int) -> Iterator[Evidence]:
     if before:
         step, count = before[0]
         yield Evidence(
-            claim=f"{count:,.0f} elements overflowed at step {step:,} (habit {habit:.0f})"
+            claim=f"{count:,.0f} elements overflowed at step {step:,}"
+            + (f" in {', '.join(tensors)}" if tensors else "")
+            + f" (habit {habit:.0f})"
             + (f", {last - step} steps before the loss moved" if step < last else ", with the loss"),
             weight_nats=3.5 if step < last else 2.5,
             steps=(step, last),
@@ -110,23 +119,29 @@ def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
         )
 
 
-def _tensors(case: Case, first: int, last: int) -> Iterator[Evidence]:
-    counts: dict[str, tuple[int, float]] = {}
+def _tensors(case: Case, first: int, last: int) -> dict[str, float]:
+    """Overflow counts by tensor, largest first, without those that hold under `LEAST_SHARE` of the largest: tensors
+    further down overflow a little because of what they are fed."""
+    counts: dict[str, float] = {}
     for sample in case.layers(first, last):
         count = float(sample.values.get("overflow_count", 0))
         if count > 0:
-            step, total = counts.get(sample.layer, (sample.step, 0.0))
-            counts[sample.layer] = (min(step, sample.step), total + count)
-    if not counts:
+            counts[sample.layer] = counts.get(sample.layer, 0.0) + count
+    least = LEAST_SHARE * max(counts.values(), default=0.0)
+    names = sorted((n for n in counts if counts[n] >= least), key=lambda n: (-counts[n], n))
+    return {name: counts[name] for name in names[:MOST_TENSORS]}
+
+
+def _named(case: Case, first: int, last: int, tensors: dict[str, float]) -> Iterator[Evidence]:
+    if not tensors:
         return
-    names = sorted(counts, key=lambda n: (-counts[n][1], n))[:4]
-    earliest = counts[names[0]][0]
+    names = list(tensors)
     yield Evidence(
-        claim=f"the overflow is in {', '.join(names)}",
+        claim=f"the overflow is in named tensors, most of it in {names[0]}",
         weight_nats=1.0,
-        steps=(earliest, last),
+        steps=(first, last),
         layers=tuple(names),
-        value=counts[names[0]][1],
+        value=tensors[names[0]],
         query=queries.layers("sum", "overflow_count", case.incident.attempt, first, last, names[0]),
     )
 

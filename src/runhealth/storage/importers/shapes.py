@@ -66,15 +66,17 @@ class FieldReader:
 
     def _learn(self, text: str, places: Places) -> None:
         self._made += 1
+        # Numbers that are part of a name tell it from others.
+        literal = re.escape if any(_VARIABLE.search(name) for name, _, _ in places) else _literal
         parts: list[str] = []
         before = 0
         for _, start, end in sorted(places, key=lambda place: place[1]):
             plain = _NUMBER_TEXT.match(text, start, end) is not None
             if start < before or not (plain or _GROUPED_TEXT.match(text, start, end)):
                 return
-            parts += [_literal(text[before:start]), _VALUE if plain else _GROUPED_VALUE]
+            parts += [literal(text[before:start]), _VALUE if plain else _GROUPED_VALUE]
             before = end
-        parts.append(_literal(text[before:]))
+        parts.append(literal(text[before:]))
         names = tuple(name for name, start, _ in sorted(places, key=lambda place: place[1]))
         self._shapes.insert(0, (re.compile("".join(parts)), names))
         del self._shapes[_KEPT:]
