@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from runhealth.storage.codec import Encoder
 from runhealth.storage.errors import ConfigError, NoUsableDataError, StoreError
 from runhealth.storage.importers.open import ImportedLog, open_log
 from runhealth.storage.importers.tracks import Source, Track
 from runhealth.storage.publish import Publisher
 from runhealth.storage.ranklog import RankLog
-from runhealth.storage.records import Record, RunEvent, Scalar, SourceInfo
+from runhealth.storage.records import Record, RunEvent, SourceInfo
 from runhealth.storage.store import RunInfo, Store, check_run_name, read_run
 
 IMPORTED = "imported"  # key of run.json's config, and kind of the event that tells how the reading went
@@ -66,15 +65,6 @@ def import_log(path: str, name: str, store: Store, mapping: Mapping[str, str] | 
     run = read_run(str(target))
     assert run is not None
     return run
-
-
-class _ExactEncoder(Encoder):
-    """Keeps floats as doubles: a number out of a text is no measurement in single precision."""
-
-    def _schema(self, kind, names, numbers, layers):  # type: ignore[no-untyped-def]
-        # No single-precision number is that large, so the narrowest exact type is a double.
-        wide: tuple[Scalar, ...] = tuple(1e300 if isinstance(number, float) else number for number in numbers)
-        return super()._schema(kind, names, wide, layers)
 
 
 def _known(target: Path, name: str, source: str) -> Mapping[str, object] | None:
@@ -182,9 +172,8 @@ def _rank_log(store: Store, run: RunInfo, attempt: int, rank: int) -> RankLog:
     # The store counts attempts without gaps: what the log leaves out is claimed too, and stays empty.
     for number in range(attempt + 1):
         claimed = store.claim_attempt(run, f"import-{number}")
-    log = RankLog.create(claimed.path, rank, fsync="step")
-    log._encoder = _ExactEncoder()
-    return log
+    # a number out of a text is no measurement in single precision
+    return RankLog.create(claimed.path, rank, fsync="step", doubles=True)
 
 
 def _told(info: SourceInfo, last: Record) -> RunEvent:
