@@ -137,3 +137,14 @@ def test_closing_is_idempotent(tmp_path, times):
     follower = Follower(str(path))
     follower.poll()
     assert [len(follower.close()) for _ in range(times)] == [1] + [0] * (times - 1)
+
+
+def test_a_poll_never_misses_what_was_there_before_it(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(line(0) + line(1))
+    with open_log(str(path)).follow() as follower:
+        assert steps(follower.poll()) == [0]
+        for number in range(2, 300):
+            with path.open("a") as file:
+                file.write(line(number))
+            assert steps(follower.poll()) == [number - 1]

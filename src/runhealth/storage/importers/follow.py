@@ -105,9 +105,10 @@ class _GrowingStream:
         self._buffer = b""  # read from the file
         self._ready = 0  # bytes of it that may be handed out
         self._condition = threading.Condition()
-        self._granted = False
+        self._asked = 0  # looks at the file that were asked for
+        self._answered = 0  # the last of them after which nothing was left to read
         self._ended = False
-        self.idle = False
+        self._over = False
 
     def read1(self, size: int) -> bytes:
         """Up to `size` bytes, at least one; b"" only at the end."""
@@ -138,27 +139,31 @@ class _GrowingStream:
             self._file.close()
 
     def grant(self) -> None:
-        """Let the reader look again; returns when it has read what is there, or ended."""
+        """Let the reader look again; returns when it has looked since and read what is there, or ended."""
         with self._condition:
-            self._granted, self.idle = True, False
+            self._asked += 1
+            mine = self._asked
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self.idle)
+            self._condition.wait_for(lambda: self._answered >= mine or self._over)
 
     def end(self) -> None:
         """What is in the file now is all."""
         with self._condition:
-            self._ended = self._granted = True
+            self._ended = True
+            self._asked += 1
             self._condition.notify_all()
 
     def rest(self) -> None:
         """The reader is done for now, or for good."""
         with self._condition:
-            self.idle = True
+            self._over = True
             self._condition.notify_all()
 
     def _fill(self) -> bool:
         """Read more, or wait for it; False at the end."""
         while True:
+            with self._condition:
+                looking = self._asked  # a look that began before it was asked for is no answer
             data = self._next()
             if data:
                 self._buffer += data
@@ -167,14 +172,13 @@ class _GrowingStream:
                     self._ready = len(self._buffer)  # a line without end: let the reader reject it
                 return True
             with self._condition:
-                if self._ended:
+                if self._ended and looking == self._asked:
                     more = self._ready < len(self._buffer)
                     self._ready = len(self._buffer)
                     return more
-                self.idle = True
+                self._answered = looking
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: self._granted)
-                self._granted = False
+                self._condition.wait_for(lambda: self._asked > looking)
 
     def _next(self) -> bytes:
         try:
