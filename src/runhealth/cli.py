@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from runhealth import __version__
-from runhealth.storage.errors import MissingExtraError, NoUsableDataError, RunhealthError, RunNotFoundError
+from runhealth.storage.errors import ConfigError, MissingExtraError, NoUsableDataError, RunhealthError, RunNotFoundError
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RunNotFoundError, NoUsableDataError) as error:
         print(f"runhealth: {error}", file=sys.stderr)
         return EXIT_NOT_FOUND
-    except MissingExtraError as error:
+    except (ConfigError, MissingExtraError) as error:
         print(f"runhealth: {error}", file=sys.stderr)
         return EXIT_USAGE
     except RunhealthError as error:

@@ -114,9 +114,10 @@ def _step(shape: Shape, step: int, rank: int, noise: np.ndarray, common: np.ndar
             norm, norm_rank = norm * 40, norm_rank * 40
         loss += raised(1.2)
     elif cause == "lr_change":
-        if since >= -2:
+        lasts = not shape.recovers or since < 40  # what recovers has had its learning rate restored
+        if since >= -2 and lasts:
             lr *= 8
-        if since >= -1:
+        if since >= -1 and lasts:
             ratio *= 8
         norm, norm_rank = (norm * 3, norm_rank * 3) if since >= 1 else (norm, norm_rank)
         loss += raised(1.4)

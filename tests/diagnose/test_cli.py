@@ -148,6 +148,8 @@ def test_a_clean_run_exits_0_and_fail_on_moves_the_bar(store, log, capsys):
         ["b.log", "--map", "loss=a", "--map", "loss=b"],
         ["doctor"],
         ["--run", "a", "--at", "5", "--window", "0"],
+        ["--run", "a", "--at", "5", "--window", "-3"],
+        ["--run", "a", "--window", "10"],
     ],
 )
 def test_usage_exits_2(arguments, capsys):

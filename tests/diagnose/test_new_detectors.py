@@ -252,7 +252,7 @@ def test_failures_that_events_tell(list_source):
         RunEvent(attempt=0, step=59, rank=0, kind="hang", message="Watchdog caught", data={"ranks": [5]}),
     ]
     found = {f.kind: f for f in diagnose(list_source([*steps, *events])).findings}
-    assert set(found) == {"crash", "out_of_memory", "hang"}
+    assert set(found) == {"out_of_memory", "hang"}
     assert found["hang"].ranks == (5,)
     assert all(f.severity is Severity.ERROR for f in found.values())
 

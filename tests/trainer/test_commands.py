@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 
+from runhealth.cli import main
 from runhealth.storage.errors import ConfigError
 from runhealth.storage.store import Store
 from runhealth.trainer import recipes
@@ -26,15 +27,32 @@ def call(*arguments: str) -> int:
         (("--recipe", "demo", "--fault", "nope"), "expected one of bad_shard"),
         (("--recipe", "demo", "--fault", "fp8_stale_amax"), "expected precision fp8"),
         (("--recipe", "demo", "--run", "old"), "resume it with `runhealth train --run old`"),
+        (("--recipe", "demo", "--steps", "0"), "--steps: expected at least 1, met 0"),
+        (("--run", "old", "--steps", "0"), "--steps: expected at least 1, met 0"),
+        (("--run", "old", "--max-restarts", "-1"), "--max-restarts: expected at least 0, met -1"),
+        (("--recipe", "demo", "--run", "a/b"), "--run: a run name has no slash"),
+        (("--recipe", "demo", "--fault", "bad_shard:mode=odd"), "expected mode out of noise, zeros, repeat"),
+        (
+            ("--recipe", "demo", "--steps", "100", "--fault", "bad_shard:step=100"),
+            "expected a step from 0 to 99, as the run has 100 steps, met step 100",
+        ),
         (("--run", "old", "--seed", "3"), "--seed belongs to a new run"),
         (("--run", "old", "--fault", "bad_shard"), "--fault belongs to a new run"),
     ],
 )
-def test_wrong_calls_say_what_was_expected(tmp_path, tiny: TrainConfig, arguments: tuple[str, ...], message: str):
+def test_wrong_calls_say_what_was_expected(
+    tmp_path, tiny: TrainConfig, capsys, arguments: tuple[str, ...], message: str
+):
     create(Store(str(tmp_path)), "old", tiny)
     with pytest.raises(ConfigError, match=message):
         call("--store", str(tmp_path), *arguments)
     assert [run.name for run in Store(str(tmp_path)).runs() if not run.bundled] == ["old"]
+    assert main(["train", "--store", str(tmp_path), *arguments]) == 2
+    assert not capsys.readouterr().err.startswith("new run")
+
+
+def test_a_run_that_is_not_there_is_3(tmp_path):
+    assert main(["train", "--store", str(tmp_path), "--run", "none"]) == 3
 
 
 def test_a_config_survives_json_and_says_where_it_is_wrong():

@@ -15,7 +15,15 @@ import pytest
 from runhealth.diagnose.plans import Cost, Repair, RollbackPlan, SkipRange
 from runhealth.storage.errors import ConfigError, MissingExtraError, PlanError
 from runhealth.storage.reader import RunReader
-from runhealth.storage.records import BatchRecord, CheckpointStatus, EventKind, Record, RunEvent, StepRecord
+from runhealth.storage.records import (
+    BatchRecord,
+    CheckpointRecord,
+    CheckpointStatus,
+    EventKind,
+    Record,
+    RunEvent,
+    StepRecord,
+)
 from runhealth.storage.store import RunInfo, Store
 from runhealth.trainer import checkpoints, rollback
 from runhealth.trainer import supervisor as supervising
@@ -104,7 +112,25 @@ def test_a_killed_rank_restarts_from_the_verified_checkpoint_and_finishes(tiny: 
     steps = {(r.rank, r.step) for r in found if isinstance(r, StepRecord) and r.attempt == 1}
     assert {(rank, step) for rank in (0, 1) for step in range(start, 120)} <= steps
     failures = [r for r in found if isinstance(r, RunEvent) and r.kind == EventKind.EXCEPTION and r.rank == -1]
-    assert len(failures) == 1
+    assert [(f.message, f.data["ranks"]) for f in failures] == [("rank 1 was killed (signal 9)", [1])]
+    assert any("attempt 0 ended with exit code 1: rank 1 was killed (signal 9)" in line for line in said)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before(tiny: TrainConfig, store: Store):
+    run = create(store, "run", dataclasses.replace(tiny, checkpoint=CheckpointConfig(every=4)))
+    assert Supervisor(store, run, stop_step=8).supervise() == 0
+    bad = Path(run.path) / checkpoints.relative_path(8, 0)
+    (bad / checkpoints.MANIFEST).unlink()
+    (bad / ".metadata").write_bytes(bytes(200))
+    checkpoints.commit(str(bad), step=8, attempt=0, world=2, finite=True)  # who tampers may write a manifest as well
+    checkpoints.verify(str(bad))
+    said: list[str] = []
+    assert Supervisor(store, run, max_restarts=0, say=said.append).supervise() == 0
+    assert any("step-00000008 passes verification but cannot be loaded" in line for line in said)
+    assert any("falling back to checkpoints/step-00000004" in line for line in said)
+    found = [r for r in records(store, "run") if isinstance(r, CheckpointRecord) and r.attempt == 2]
+    assert (CheckpointStatus.LOADED, 4) in {(r.status, r.step) for r in found}
+    assert [r.step for r in found if r.status is CheckpointStatus.FAILED] == [8]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

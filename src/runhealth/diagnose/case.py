@@ -11,6 +11,7 @@ from runhealth.diagnose.robust import Baseline, median
 from runhealth.storage.records import BatchRecord, LayerSample
 
 BEFORE_FRAMES = 192
+NAN_TELLS = frozenset({"loss", "eval_loss", "grad_norm", "grad_norm_rank"})  # elsewhere a NaN is no measurement
 GUARD_FRAMES = 5  # frames before the onset that belong neither to the baseline nor to the incident
 
 
@@ -59,7 +60,7 @@ class Case:
         found: set[str] = set()
         for frame in self.frames:
             for values in frame.ranks.values():
-                found.update(values)
+                found.update(name for name, value in values.items() if value == value or name in NAN_TELLS)
             for batch in frame.batches:
                 found.update(batch.values)
                 if batch.shard_hash is not None and batch.manifest_hash is not None:

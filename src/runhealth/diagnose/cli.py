@@ -10,12 +10,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runhealth.diagnose import parsers
-from runhealth.diagnose.report.output import OutputError, let_go_of_stdout, write_output
+from runhealth.diagnose.report.output import OutputError, flush_stdout, let_go_of_stdout, say, write_output
 from runhealth.storage.errors import ConfigError, RunhealthError
 
 if TYPE_CHECKING:
@@ -28,16 +29,28 @@ TRACEBACK_FILE = "RUNHEALTH_TRACEBACK"  # environment: where the traceback of an
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Never raises, except SystemExit of argparse."""
+    try:
+        return _guarded(argv)
+    except SystemExit as error:  # argparse: --help and --version print, and ignore that they could not
+        try:
+            if error.code == 0:
+                write_output("", None)
+        except OutputError as unwritable:
+            return _fail(unwritable, EXIT_USAGE)
+        raise
+
+
+def _guarded(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        flush_stdout()
         return code
     except BrokenPipeError:
         let_go_of_stdout()
         return EXIT_OK
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return EXIT_INTERRUPTED
     except OutputError as error:
         return _fail(error, EXIT_USAGE)
@@ -84,7 +97,8 @@ def _diagnose(arguments: list[str]) -> int:
     window = None
     if args.at is not None:
         half = (args.window or 500) // 2
-        window = (args.at - half, args.at + half)
+        # No run has negative steps: a stretch around one is empty, however long it is.
+        window = (max(0, args.at - half), args.at + half) if args.at >= 0 else (args.at - half, min(-1, args.at + half))
     mapping = _mapping(parser, args)
     from runhealth.diagnose import opening
 
@@ -101,13 +115,16 @@ def _report_all(
     from runhealth.diagnose.opening import close, with_progress
     from runhealth.diagnose.report.forms import render
     from runhealth.diagnose.service import diagnose
+    from runhealth.diagnose.stretch import Stretch, check_enough
 
     reports, codes = [], []
     for opener in openers:
         try:
             source = opener()
             try:
-                report = diagnose(with_progress(source), window=window, attempt=args.attempt)
+                judged = Stretch(with_progress(source), window=window, attempt=args.attempt)
+                report = replace(diagnose(judged, window=window, attempt=args.attempt), window=window)
+                check_enough(report, judged)
             finally:
                 close(source)
         except (RunhealthError, OSError) as error:
@@ -258,7 +275,7 @@ def _mapping(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[
 def _fail(error: BaseException, code: int) -> int:
     from runhealth.diagnose.report.plain import safe
 
-    print(f"diagnose: {safe(str(error))}", file=sys.stderr)
+    say(f"diagnose: {safe(str(error))}")
     return code
 
 
@@ -279,7 +296,7 @@ def _internal(error: BaseException) -> int:
             write_output("".join(traceback.format_exception(error)), target)
         except OutputError as unwritable:
             how = f"the traceback is lost: {safe(str(unwritable))}"
-    print(f"diagnose: internal error, a bug of ours: {what}{where}; {how}", file=sys.stderr)
+    say(f"diagnose: internal error, a bug of ours: {what}{where}; {how}")
     return EXIT_INTERNAL
 
 

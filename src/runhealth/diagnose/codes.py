@@ -19,6 +19,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "not_learning": "RH108",
         "overfitting": "RH109",
         "eval_drift": "RH110",
+        "data_corrupt": "RH111",
         "masked_non_finite": "RH201",
         "optimizer_not_stepping": "RH202",
         "no_training_signal": "RH203",

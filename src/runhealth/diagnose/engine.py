@@ -17,6 +17,7 @@ from runhealth.diagnose.frames import Frame, FrameAssembler
 from runhealth.diagnose.history import History, decimate
 from runhealth.diagnose.incident import CAUSAL_KINDS, IncidentTracker, Tracked
 from runhealth.diagnose.judge import walk
+from runhealth.diagnose.persists import Limit, lasts, limit_of
 from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
@@ -36,13 +37,14 @@ REPLAY_FRAMES = 256  # frames before a restart that rebuild the detectors' basel
 NEARBY_STEPS = 8
 CURVE_BEFORE_STEPS = 40
 KEY_SIGNALS = ("loss", "grad_norm", "lr", "update_ratio", "grad_norm_rank", "token_entropy")
+MOST_SHARDS = 64  # named in a finding
 CAUSE_STEPS = 10  # an onset so close to that of an earlier rollback is the same incident again
 
 
 class _Judged:
     """What the last walk over the suspects said about an incident."""
 
-    __slots__ = ("clip_threshold", "details", "layers", "nearby", "suspects", "verdict")
+    __slots__ = ("clip_threshold", "details", "layers", "limit", "nearby", "suspects", "verdict")
 
     def __init__(
         self,
@@ -52,9 +54,11 @@ class _Judged:
         nearby: list[BatchRecord],
         layers: tuple[str, ...],
         clip_threshold: float | None,
+        limit: Limit | None,
     ) -> None:
         self.suspects, self.verdict, self.details = suspects, verdict, details
         self.nearby, self.layers, self.clip_threshold = nearby, layers, clip_threshold
+        self.limit = limit
 
 
 class Engine:
@@ -242,10 +246,13 @@ class Engine:
         details: dict[str, object] = {}
         nearby: list[BatchRecord] = []
         strong = case.outliers(case.between(case.loss_step - 2, case.loss_step))
-        if verdict == "bad_shard" and strong:
+        if tracked.shard is not None:
+            details["shard"], details["shards"] = tracked.shard, tracked.shards[:MOST_SHARDS]
+        elif verdict == "bad_shard" and strong:
             details["shard"] = max(
                 strong, key=lambda o: (o.hash_mismatch, abs(o.largest.z) if o.largest else 0)
             ).batch.shard
+        if verdict == "bad_shard" and "shard" in details:
             nearby = case.batches(onset - NEARBY_STEPS, case.horizon_step)[:512]
         implicated = next((s for s in suspects if s.suspect == verdict), None)
         layers = next((e.layers for e in implicated.evidence if e.layers), ()) if implicated else ()
@@ -256,7 +263,11 @@ class Engine:
             for name in ("loss", "grad_norm")
             if (points := _spark(self._history.window(tracked.attempt, name, onset - span, onset + 2 * span)))
         }
-        return _Judged(suspects, verdict, details, nearby, layers, float(threshold) if threshold is not None else None)
+        clip = float(threshold) if threshold is not None else None
+        limit = limit_of(verdict, case)
+        if tracked.closed and not lasts(limit, frames, tracked.attempt):
+            limit = None  # over by then: the same trouble later is another incident
+        return _Judged(suspects, verdict, details, nearby, layers, clip, limit)
 
     # -- findings ---------------------------------------------------------------------------------------------------
 
@@ -267,19 +278,28 @@ class Engine:
             judged = self._judged.get(tracked.id) or self._judge(tracked)
             if judged is None:
                 continue
-            headlines = findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details)
+            lasting = lasts(judged.limit, self._history.frames, tracked.attempt)
+            if tracked.scale_collapsed:
+                lasting = lasting or "the loss scale has not grown again"
+            headlines = findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details, lasting)
             found.extend(self._planned(self._healed(finding), judged, planner) for finding in headlines)
         facts = [*self._facts, *event_facts.alarms(self._history)]
         found.extend(fact_of(alarm) for alarm in facts)
         return merge(found)
 
     def _planned(self, finding: Finding, judged: _Judged, planner: Planner) -> Finding:
-        if not wants_rollback(finding) or not self._history.checkpoints:
+        finding = replace(finding, onset_step=planner.visit_start(finding))
+        wanted = wants_rollback(finding)
+        suspect = self._known.get(finding.verdict)
+        answers = suspect is not None and suspect.action.startswith("rollback")
+        if not (wanted or answers) or not self._history.checkpoints:
             return finding
         try:
             plan = planner.plan(finding, judged.nearby, judged.layers, judged.clip_threshold)
         except PlanError as error:
-            return replace(finding, details={**finding.details, "no_plan": str(error)})
+            return replace(finding, details={**finding.details, "no_plan": str(error)}) if wanted else finding
+        if not wanted:
+            return replace(finding, offered=plan)
         return replace(finding, remedy=replace(finding.remedy, plan=plan))
 
     def _healed(self, finding: Finding) -> Finding:
@@ -337,6 +357,11 @@ class Engine:
                 self._told[finding.id] = digest
                 changed.append(finding)
         return changed
+
+    @property
+    def history(self) -> History:
+        """What was met so far, to read only."""
+        return self._history
 
     @property
     def last_step(self) -> int | None:

@@ -10,7 +10,9 @@ from runhealth.diagnose.history import History
 from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, RunEvent
 
 MESSAGE_CHARS = 200
+SUPERVISOR = -1  # the rank that it writes under
 FAILURES = ("hang", "dead_rank", "out_of_memory")  # kinds of events that importers write beside an exception
+_WRAPPED = re.compile(r"^(?:\w+: Got the following error when running the callback: )+")  # torch futures, nested
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|RESOURCE_EXHAUSTED")
 
 
@@ -20,11 +22,18 @@ def alarms(history: History) -> list[Alarm]:
     last_attempt = max(history.lasts, default=0)
     events = sorted(history.events, key=lambda e: (e.attempt, e.step, e.rank, e.ts_ns))
     told = {(event.attempt, event.kind) for event in events}
+    hidden = _said_twice(events)
     for event in events:
         went_on = event.attempt < last_attempt
         if event.kind == EventKind.EXCEPTION:
-            found.append(_failure(history, event, "crash", went_on, "ended with an exception"))
-            if _OUT_OF_MEMORY.search(event.message) and (event.attempt, "out_of_memory") not in told:
+            cause = event.data.get("cause")
+            if cause in FAILURES and (event.attempt, cause) in told:
+                continue  # an event of its own names the cause: not also a crash
+            if not _OUT_OF_MEMORY.search(event.message):
+                if event not in hidden:
+                    what = "ended" if event.rank == SUPERVISOR else "ended with an exception"
+                    found.append(_failure(history, event, "crash", went_on, what))
+            elif (event.attempt, "out_of_memory") not in told:
                 found.append(_failure(history, event, "out_of_memory", went_on, "ran out of memory"))
         elif event.kind in FAILURES:
             what = {"hang": "hung", "dead_rank": "lost a rank", "out_of_memory": "ran out of memory"}[event.kind]
@@ -36,7 +45,6 @@ def alarms(history: History) -> list[Alarm]:
 
 def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: str) -> Alarm:
     step = event.step or history.lasts.get(event.attempt, 0)
-    lines = event.message.strip().splitlines() or ["an exception"]
     return Alarm(
         detector="event_facts",
         kind=kind,
@@ -48,10 +56,36 @@ def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: 
         value=math.nan,
         baseline=math.nan,
         ranks=_ranks(event, kind),
-        message=f"attempt {event.attempt} {what}: {lines[-1][:MESSAGE_CHARS]}"
+        message=f"attempt {event.attempt} {what}: {_gist(event)[:MESSAGE_CHARS]}"
         + ("; a later attempt went on" if went_on else ""),
         severity=Severity.WARNING if went_on else Severity.ERROR,
     )
+
+
+def _gist(event: RunEvent) -> str:
+    """The line that says what went wrong. Our own events hold the exception's message, which begins with it; what
+    follows may be a stack. Lines of a foreign log may be a whole traceback, which ends with it."""
+    lines = event.message.strip().splitlines() or ["an exception"]
+    ours = "type" in event.data or event.rank == SUPERVISOR
+    return _WRAPPED.sub("", lines[0]) if ours else lines[-1]
+
+
+def _said_twice(events: Iterable[RunEvent]) -> list[RunEvent]:
+    """Exceptions that tell of the same end of an attempt as a better one. A supervisor that names ranks has seen all of
+    them; one that does not knows less than the ranks, of which the first to fail says most."""
+    ends: dict[int, list[RunEvent]] = {}
+    for event in events:
+        if event.kind == EventKind.EXCEPTION:
+            ends.setdefault(event.attempt, []).append(event)
+    hidden = []
+    for found in ends.values():
+        above = [event for event in found if event.rank == SUPERVISOR]
+        below = [event for event in found if event.rank != SUPERVISOR]
+        if above and below:
+            named = any(event.data.get("ranks") for event in above)
+            first = min(below, key=lambda e: (e.ts_ns, e.rank))
+            hidden.extend(below if named else [*above, *(event for event in below if event is not first)])
+    return hidden
 
 
 def _ranks(event: RunEvent, kind: str) -> tuple[int, ...]:

@@ -74,6 +74,13 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "loss, eval_loss",
             "Score a frozen checkpoint again: the evaluation itself may have changed.",
         ),
+        "data_corrupt": Explanation(
+            "A shard whose hash is not that of the data manifest, or 8 batches of one shard whose token statistics are "
+            "degenerate (repeated, zeroed or random tokens), also where the loss did not rise: repeated tokens make it "
+            "fall. Joins a loss incident of the same cause.",
+            "token statistics, or shard hashes with a manifest",
+            "`diagnose rollback plan`: go back to before the first bad batch and skip them; write the shard again.",
+        ),
         "masked_non_finite": Explanation(
             "The log hides non-finite steps: a loss of 0.0, a mean instead of NaN, a loss field that vanished.",
             "loss and grad_norm",

@@ -145,6 +145,7 @@ class Finding:
     remedy: Remedy = Remedy(action="none")
     missing: tuple[Missing, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
+    offered: RollbackPlan | None = None  # a plan that is possible but not advised: training came back by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,3 +169,4 @@ class Report:
     last_ts_ns: int = 0
     curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     late_records: int = 0  # records that came after their step had been judged
+    window: tuple[int, int] | None = None  # first and last step of the stretch that was judged; None: all

@@ -17,7 +17,15 @@ from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
 
 LOSS_KINDS = ("loss_spike", "loss_divergence")
-CAUSAL_KINDS = (*LOSS_KINDS, "non_finite", "loss_scale_collapse", "fp_overflow", "clip_breach", "gradient_spike")
+CAUSAL_KINDS = (
+    *LOSS_KINDS,
+    "non_finite",
+    "loss_scale_collapse",
+    "fp_overflow",
+    "clip_breach",
+    "gradient_spike",
+    "data_corrupt",
+)
 JOIN_FRAMES = 32
 LEAD_FRAMES = 32
 OPEN_FRAMES = 512  # an incident whose loss never came back takes in alarms for so long
@@ -26,6 +34,11 @@ BACK_POINTS, BACK_OF = 2, 3  # the loss is back when so many of so many points a
 TRANSIENT_STEPS = 20
 SETTLED_POINTS = 16  # points after the onset before an incident may be called non-recovering
 LEVEL_POINTS = 16  # losses before the alarm whose median is the level to come back to
+SUSTAINED_POINTS, SUSTAINED_OF = 8, 16  # the median of so many points must stay back, or the return did not last
+TOUCH_POINTS = 4
+SAME_LEVEL = math.log(1.1)
+PAUSE_STEPS = 8  # damage that goes on in the next shard so soon is of one cause
+TIE_STEPS = 2  # bad data read so long after the loss moved may still be what moved it
 HUGE = math.log(2.0)
 FAST_RISE_POINTS = 20  # a spike reaches half its height faster than this; a divergence does not
 WALK_AT = (2, 16, 64)  # frames after the first alarm at which the suspects are walked
@@ -59,7 +72,18 @@ class Tracked:
         self.backs: deque[tuple[int, bool]] = deque(maxlen=BACK_OF)
         self.back_step: int | None = None
         self.back_from = first.step
+        self.after: deque[float] = deque(maxlen=SUSTAINED_OF)  # losses since the return
         self.loss_nan_run = 0
+        # bad data
+        self.shard: str | None = None
+        self.shards: list[str] = []  # bad ones read without a pause
+        self.level_before = math.nan
+        self.bad_data_step: int | None = None
+        self.bad_data_points = 0
+        # loss scale
+        self.scale_low = math.inf
+        self.scale_now = math.nan
+        self.scale_points = 0
         # other channels
         self.bad_last_step: int | None = None
         self.bad_points = 0
@@ -85,18 +109,44 @@ class Tracked:
 
     @property
     def loss_is_back(self) -> bool:
-        """Back at two of three points: another alarm is another incident."""
+        """Back at two of three points, and not gone again since: another alarm is another incident."""
         return self.has_loss and self.back_step is not None
 
     @property
+    def only_touched(self) -> bool:
+        """The loss lay high for a while and has been back for a few points only: a rise now is the same one still."""
+        return self.above_points > TOUCH_POINTS and len(self.after) < SUSTAINED_POINTS
+
+    @property
+    def is_return(self) -> bool:
+        """The loss had fallen on bad data, and its rise is no more than the way back to the level before them."""
+        moved = self.loss_onset_step
+        if self.shard is None or moved is None or math.isnan(self.level_before):
+            return False
+        bad = min(a.onset_step for a in self.of("data_corrupt"))
+        seen = sorted(self.recent) or [self.peak]
+        return moved > bad + TIE_STEPS and median(seen) <= SAME_LEVEL
+
+    @property
+    def scale_collapsed(self) -> bool:
+        """The loss scale fell and has not grown since."""
+        return bool(self.of("loss_scale_collapse")) and not self.scale_now > self.scale_low
+
+    @property
     def recovered(self) -> bool:
-        if self.has_loss and self.back_step is None:
+        if self.scale_collapsed:
+            return False
+        if self.has_loss and self.back_step is None and not self.is_return:
+            return False
+        if self.has_loss and self.back_step is not None and len(self.after) < SUSTAINED_POINTS:
             return False
         return self.bad_last_step is None or self.good_run > 0
 
     def incident(self) -> Incident:
         order = {kind: position for position, kind in enumerate(CAUSAL_KINDS)}
-        alarms = sorted(self.alarms, key=lambda a: (order.get(a.kind, 99), a.onset_step, a.signal))
+        returned = self.is_return
+        alarms = [a for a in self.alarms if not (returned and a.kind in LOSS_KINDS)]
+        alarms.sort(key=lambda a: (order.get(a.kind, 99), a.onset_step, a.signal))
         return Incident(
             id=self.id,
             attempt=self.attempt,
@@ -115,6 +165,11 @@ class Tracked:
         if alarm.kind == CHANNEL:
             return
         self.last_index, self.last_step = index, max(self.last_step, alarm.step)
+        if alarm.kind == "data_corrupt":
+            self._add_bad_data(alarm, before)
+        if alarm.kind == "loss_scale_collapse":
+            self.scale_low = min(self.scale_low, alarm.value)
+            self.scale_now = alarm.value
         if alarm.kind in LOSS_KINDS:
             self.count += 1
             if not self.has_loss:
@@ -125,18 +180,49 @@ class Tracked:
                     level = median(sorted(list(before)[-LEVEL_POINTS:]))
                     if self.baseline < level < alarm.value:
                         self.baseline = level
+                if self.level_before > self.baseline:
+                    self.baseline = self.level_before  # what it fell to on bad data is no level to come back to
                 excess = self._excess(alarm.value)
                 self.peak, self.peak_value, self.peak_step = excess, alarm.value, alarm.step
                 self.rises.append((0, excess))
-            self.back_step = None
-            self.backs.clear()
+            self._not_back()
         elif alarm.kind == "non_finite":
             self.bad_last_step = alarm.step
             self.good_run = 0
 
-    def observe(self, frame: Frame) -> None:
-        """Follow the loss, and whether values are finite, frame by frame."""
+    def _add_bad_data(self, alarm: Alarm, before: Sequence[float]) -> None:
+        shard = str(alarm.details.get("shard", ""))
+        if shard not in self.shards:
+            self.shards.append(shard)
+        if self.shard is not None:
+            return
+        self.shard = shard
+        self.bad_data_step = alarm.step
+        self.bad_data_points = 1
+        earlier = list(before)[:LEVEL_POINTS]  # degenerate data are told a few steps after they began
+        if self.has_loss:
+            self.level_before = self.baseline
+        elif len(earlier) >= LEVEL_POINTS // 2:
+            self.level_before = median(sorted(earlier))
+
+    def _not_back(self) -> None:
+        self.back_step = None
+        self.backs.clear()
+        self.after.clear()
+
+    def observe(self, frame: Frame, index: int) -> None:
+        """Follow the loss, the data, the loss scale, and whether values are finite, frame by frame."""
         self.seen_step = frame.step
+        if self.shard is not None and any(o.strong and o.batch.shard in self.shards for o in frame.outliers):
+            self.bad_data_step = self.last_step = frame.step
+            self.bad_data_points += 1
+            self.last_index = index
+        if self.scale_low < math.inf:
+            scale = frame.get("loss_scale")
+            if scale is not None and math.isfinite(scale) and scale > 0:
+                self.scale_now = float(scale)
+                self.scale_low = min(self.scale_low, self.scale_now)
+                self.scale_points += 1
         if self.bad_last_step is not None:
             signals = {a.signal for a in self.alarms if a.kind == "non_finite"}
             bad = any(
@@ -151,8 +237,18 @@ class Tracked:
                 self.good_run = 0
             elif measured:
                 self.good_run += 1
-        if self.has_loss and frame.loss is not None and self.back_step is None:
-            self._observe_loss(frame.step, frame.loss)
+        if self.has_loss and frame.loss is not None:
+            if self.back_step is None:
+                self._observe_loss(frame.step, frame.loss)
+            elif math.isfinite(frame.loss):
+                self._observe_return(self._excess(frame.loss))
+
+    def _observe_return(self, excess: float) -> None:
+        """Two low points are no return if the points after them lie high again."""
+        self.after.append(excess)
+        if len(self.after) >= SUSTAINED_POINTS and median(sorted(self.after)) > self._tolerance():
+            self.recent.extend(self.after)
+            self._not_back()
 
     def _observe_loss(self, step: int, loss: float) -> None:
         self.points += 1
@@ -225,6 +321,17 @@ class Tracked:
             return (Outcome.TRANSIENT if last - first <= TRANSIENT_STEPS else Outcome.RECOVERING), last
         return (Outcome.NON_RECOVERING if self.bad_points >= SETTLED_POINTS else Outcome.ONGOING), None
 
+    def scale_outcome(self) -> tuple[Outcome, int | None]:
+        if not self.scale_collapsed:
+            return Outcome.RECOVERING, self.last_step
+        return (Outcome.NON_RECOVERING if self.scale_points >= SETTLED_POINTS else Outcome.ONGOING), None
+
+    def data_outcome(self) -> tuple[Outcome, int | None]:
+        """Bad data that were read are over; what they did to the weights is not undone by that."""
+        last = self.bad_data_step
+        lasting = last is None or self.seen_step - last <= TIE_STEPS
+        return (Outcome.ONGOING, None) if lasting else (Outcome.NONE, last)
+
     def burst_outcome(self) -> tuple[Outcome, int | None]:
         """Of incidents without a loss alarm: over once no alarm came for a while."""
         if not self.closed:
@@ -252,7 +359,7 @@ class IncidentTracker:
                 self._losses.append(frame.loss)
             return []
         for tracked in self.open:
-            tracked.observe(frame)
+            tracked.observe(frame, index)
         heads = [alarm for alarm in alarms if alarm.kind in CAUSAL_KINDS]
         channels = [alarm for alarm in alarms if alarm.kind == CHANNEL]
         for alarm in heads:
@@ -289,13 +396,32 @@ class IncidentTracker:
         return ended
 
     def _joinable(self, index: int, alarm: Alarm) -> Tracked | None:
+        if alarm.kind == "data_corrupt":
+            return self._same_data(index, alarm)
         for tracked in reversed(self.open):
             since = index - tracked.last_index
-            if tracked.loss_is_back:
+            if tracked.shard is not None:
+                if since <= JOIN_FRAMES:
+                    return tracked
+            elif tracked.loss_is_back:
                 fresh = alarm.kind in LOSS_KINDS and alarm.onset_step >= tracked.back_from
-                if not fresh and since <= JOIN_FRAMES:
+                still = alarm.kind in LOSS_KINDS and tracked.only_touched
+                if (still and index - tracked.first_index <= OPEN_FRAMES) or (not fresh and since <= JOIN_FRAMES):
                     return tracked
             elif since <= JOIN_FRAMES or (tracked.has_loss and index - tracked.first_index <= OPEN_FRAMES):
+                return tracked
+        return None
+
+    def _same_data(self, index: int, alarm: Alarm) -> Tracked | None:
+        """The incident of this shard or of the one just before, or one that began when its data were first read."""
+        for tracked in reversed(self.open):
+            if index - tracked.last_index > JOIN_FRAMES:
+                continue
+            if tracked.shard is not None:
+                pause = alarm.onset_step - (tracked.bad_data_step or 0)
+                if alarm.details.get("shard") in tracked.shards or pause <= PAUSE_STEPS:
+                    return tracked
+            elif alarm.onset_step <= (tracked.loss_onset_step or tracked.onset_step) + TIE_STEPS:
                 return tracked
         return None
 

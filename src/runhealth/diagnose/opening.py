@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
-from runhealth.storage.errors import ConfigError
+from runhealth.storage.errors import ConfigError, NoUsableDataError
 from runhealth.storage.records import Record, SourceInfo
 from runhealth.storage.signals import STEP_SIGNALS
 from runhealth.storage.source import RecordSource
@@ -58,12 +58,35 @@ def open_run(run: str, store: str | None) -> RecordSource:
 
 
 def open_path(path: str, mapping: Mapping[str, str]) -> RecordSource:
-    """A foreign log, a folder of them, or the folder of a run. Raises NoUsableDataError and what `open_run` raises."""
+    """A foreign log, a folder of them, the folder of a run, or a pipe (`-`: stdin), which is read to its end.
+
+    Raises NoUsableDataError and what `open_run` raises.
+    """
     if (Path(path) / "run.json").is_file():
         return open_run(str(Path(path).absolute()), None)
+    from runhealth.diagnose.spool import SpooledLog, needs_spool
     from runhealth.storage.importers import open_log
 
-    return open_log(path, mapping=mapping)
+    if needs_spool(path):
+        return SpooledLog(path, mapping)
+    try:
+        return open_log(path, mapping=mapping)
+    except NoUsableDataError as error:
+        if names := _runs_in(Path(path)):
+            shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            raise NoUsableDataError(
+                f"{path} is a store of {len(names)} run{'s' if len(names) > 1 else ''}: {shown}; expected one: "
+                f"--run {names[0]} --store {path}"
+            ) from error
+        raise
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of the runs if the folder is a store."""
+    try:
+        return sorted(place.parent.name for place in folder.glob("*/run.json")) if folder.is_dir() else []
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +119,13 @@ def follow_path(path: str, mapping: Mapping[str, str], *, once: bool) -> Followe
     from runhealth.storage.importers.follow import Follower
 
     info = SourceInfo(name=Path(path).name, source=path, format="log")
-    return Followed(
-        source=_Whole(open_path(path, mapping)) if once else Follower(path, mapping), info=info, folder=None
-    )
+    if once:
+        return Followed(source=_Whole(open_path(path, mapping)), info=info, folder=None)
+    from runhealth.diagnose.spool import needs_spool
+
+    if needs_spool(path):
+        raise NoUsableDataError(f"{path} is a pipe and cannot be followed: expected a file; --once reads it to its end")
+    return Followed(source=Follower(path, mapping), info=info, folder=None)
 
 
 class _Whole:
@@ -109,7 +136,12 @@ class _Whole:
 
     def poll(self) -> Sequence[Record]:
         source, self._source = self._source, None
-        return list(source.records()) if source is not None else []
+        if source is None:
+            return []
+        try:
+            return list(source.records())
+        finally:
+            close(source)
 
 
 def close(source: object) -> None:
@@ -153,8 +185,8 @@ class Progress:
 
 def with_progress(source: RecordSource) -> RecordSource:
     """The source itself where nobody would see a progress line."""
-    stream = sys.stderr
-    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+    stream = cast("TextIO | None", sys.stderr)
+    if stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
         return source
     import shutil
 

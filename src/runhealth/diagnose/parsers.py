@@ -32,7 +32,7 @@ def main_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="someone else's log file or folder; format is detected"
+        "paths", nargs="*", metavar="PATH", help="someone else's log file or folder, `-` for stdin; format is detected"
     )
     _add_run(parser)
     _add_map(parser)

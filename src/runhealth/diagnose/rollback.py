@@ -10,12 +10,15 @@ from runhealth.diagnose.lastgood import choose
 from runhealth.diagnose.plans import Cost, Repair, RollbackPlan, SkipRange
 from runhealth.diagnose.robust import median
 from runhealth.diagnose.suspect import Suspect, load_suspects
+from runhealth.diagnose.verdicts import is_over
 from runhealth.storage.errors import PlanError
 from runhealth.storage.records import BatchRecord
 from runhealth.storage.source import RecordSource
 
 GAP_STEPS = 4  # outliers so far apart belong to one stretch of bad data
 MARGIN_STEPS = 2
+VISIT_GAP_STEPS = 32  # bad batches of one shard so far apart are of one visit
+NOT_NEEDED = "training came back by itself: this plan is possible, not needed"
 PLANNED_KINDS = (
     "loss_spike",
     "loss_divergence",
@@ -24,6 +27,7 @@ PLANNED_KINDS = (
     "fp_overflow",
     "clip_breach",
     "gradient_spike",
+    "data_corrupt",
 )
 
 
@@ -43,9 +47,14 @@ def build_plan(report: Report, incident: str | None, source: RecordSource) -> Ro
     if not candidates:
         raise PlanError(f"{name}: nothing was found that a rollback could answer")
     planned = [f for f in candidates if f.remedy.plan is not None]
+    offered = [f.offered for f in candidates if f.offered is not None]
+    if not planned and incident is not None and offered:
+        return replace(offered[0], run=name)
     if not planned:
         first = candidates[0]
-        raise PlanError(f"{name}: no plan for {first.id}: {first.details.get('no_plan') or first.remedy.reason}")
+        why = first.details.get("no_plan") or first.remedy.reason
+        anyway = f" (--incident {first.id} plans a rollback all the same)" if offered else ""
+        raise PlanError(f"{name}: no plan for {first.id}: {why}{anyway}")
     best = planned[0]
     assert best.remedy.plan is not None
     return replace(best.remedy.plan, run=name)
@@ -85,11 +94,12 @@ class Planner:
         Raises:
             PlanError: no checkpoint qualifies.
         """
+        first_bad_step = self.visit_start(finding)
         incident = str(finding.details.get("incident", finding.id))
         good = choose(
             self.checkpoints,  # type: ignore[arg-type]
             attempt=finding.attempt,
-            onset_step=finding.onset_step,
+            onset_step=min(finding.onset_step, first_bad_step),
             attempt_first_steps=self.attempt_first_steps,
             used_in_vain=self.used_in_vain.get(incident, ()),
         )
@@ -107,6 +117,8 @@ class Planner:
             f"the plan belongs to run {self.run}",
             "no rollback to this checkpoint has failed for this incident",
         ]
+        if is_over(finding.outcome, finding.end_step):
+            preconditions.append(NOT_NEEDED)
         if finding.verdict == UNDETERMINED:
             preconditions.append("the cause is undetermined: nothing is repaired or skipped, so it may come again")
         return RollbackPlan(
@@ -130,9 +142,30 @@ class Planner:
             preconditions=tuple(preconditions),
         )
 
+    def visit_start(self, finding: Finding) -> int:
+        """The first bad batch of the visit of the shard that the onset lies in; the onset where data are no cause."""
+        if finding.verdict != "bad_shard":
+            return finding.onset_step
+        steps = sorted(
+            {
+                o.batch.step
+                for o in self.outliers
+                if o.strong and o.batch.attempt == finding.attempt and o.batch.shard in _shards(finding)
+            },
+            reverse=True,
+        )
+        first = finding.onset_step
+        for step in steps:
+            if step < first - VISIT_GAP_STEPS:
+                break
+            first = min(first, step)
+        return first
+
     def _skip(self, finding: Finding, nearby: Sequence[BatchRecord]) -> tuple[SkipRange, ...]:
-        """The measured extent of the bad data, by sample."""
-        shard = finding.details.get("shard")
+        """The measured extent of the bad data, by shard and sample."""
+        return tuple(r for shard in _shards(finding) for r in self._skip_of(shard, finding, nearby))
+
+    def _skip_of(self, shard: str, finding: Finding, nearby: Sequence[BatchRecord]) -> tuple[SkipRange, ...]:
         mine = [
             o
             for o in self.outliers
@@ -150,9 +183,14 @@ class Planner:
         why = "hash differs from the manifest" if any(o.hash_mismatch for o in reached) else "unusual token statistics"
         reason = f"{why}, read in steps {first + MARGIN_STEPS:,}-{last - MARGIN_STEPS:,} (margin {MARGIN_STEPS})"
         ranges = merge_ranges((b.first_sample, b.last_sample) for b in batches.values())
-        return tuple(
-            SkipRange(shard=str(shard), first_sample=low, last_sample=high, reason=reason) for low, high in ranges
-        )
+        return tuple(SkipRange(shard=shard, first_sample=low, last_sample=high, reason=reason) for low, high in ranges)
+
+
+def _shards(finding: Finding) -> tuple[str, ...]:
+    named = finding.details.get("shards")
+    if isinstance(named, list):
+        return tuple(str(shard) for shard in named)
+    return (str(finding.details["shard"]),) if "shard" in finding.details else ()
 
 
 def extent(outliers: Sequence[BatchOutlier], onset_step: int) -> list[BatchOutlier]:
@@ -188,9 +226,11 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def wants_rollback(finding: Finding) -> bool:
-    """A loss that came back needs no rollback."""
-    return finding.outcome in (Outcome.NON_RECOVERING, Outcome.ONGOING) or (
-        finding.outcome is Outcome.RECOVERING and finding.end_step is None
+    """What came back by itself needs no rollback; bad data that were read do not go away by themselves."""
+    return (
+        finding.kind == "data_corrupt"
+        or finding.outcome in (Outcome.NON_RECOVERING, Outcome.ONGOING)
+        or (finding.outcome is Outcome.RECOVERING and finding.end_step is None)
     )
 
 

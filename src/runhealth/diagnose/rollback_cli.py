@@ -10,7 +10,7 @@ from runhealth.diagnose.port import resume_with_plan
 from runhealth.diagnose.report.output import write_output
 from runhealth.diagnose.report.plain import safe, stdout_style
 from runhealth.diagnose.report.words import age
-from runhealth.diagnose.rollback import build_plan
+from runhealth.diagnose.rollback import NOT_NEEDED, build_plan
 from runhealth.diagnose.service import diagnose
 from runhealth.storage.reader import RunReader
 from runhealth.storage.store import Store
@@ -99,4 +99,6 @@ def describe(made: RollbackPlan) -> str:
         f"  cost      {cost.steps:,} steps again{seconds}, {cost.tokens:,} tokens, "
         f"{cost.samples_skipped:,} samples skipped"
     )
+    if NOT_NEEDED in made.preconditions:
+        lines.append(f"  note      {NOT_NEEDED}")
     return "\n".join(lines) + "\n"

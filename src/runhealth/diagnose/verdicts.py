@@ -19,7 +19,7 @@ from runhealth.diagnose.incident import LOSS_KINDS, Tracked
 from runhealth.diagnose.suspect import Suspect
 
 HEADLINES = ("non_finite", "loss_scale_collapse")  # always findings of their own, even beside a loss spike
-BURSTS = ("fp_overflow", "clip_breach", "gradient_spike")  # findings only where the loss shows nothing
+BURSTS = ("data_corrupt", "fp_overflow", "clip_breach", "gradient_spike")  # findings only where the loss shows nothing
 FACT_SEVERITY: Mapping[str, Severity] = {
     "restart": Severity.INFO,
     "epoch_staircase": Severity.INFO,
@@ -35,6 +35,8 @@ FACT_SEVERITY: Mapping[str, Severity] = {
 MANY_BURSTS, BURST_STEPS = 3, 500
 TALL_BURST = 5.0  # x the median: lower ones occur in healthy runs and are told as info
 MERGE_LEAST = 2
+MOST_SHARDS = 8
+LEAST_BAD_STEPS = 8
 
 
 def findings_of(
@@ -43,18 +45,25 @@ def findings_of(
     verdict: str,
     known: Mapping[str, Suspect],
     details: Mapping[str, object],
+    lasting: str = "",
 ) -> list[Finding]:
-    """The findings of one incident: one a headline."""
+    """The findings of one incident: one a headline. `lasting` says that the cause is still at work, if it is."""
     kinds: list[tuple[str, tuple[str, ...]]] = []
-    if tracked.of(*LOSS_KINDS):
+    if tracked.of(*LOSS_KINDS) and not _data_are_the_news(tracked):
         kinds.append((tracked.loss_kind(), LOSS_KINDS))
     kinds.extend((kind, (kind,)) for kind in HEADLINES if tracked.of(kind))
     if not kinds:
         kinds.extend([(kind, (kind,)) for kind in BURSTS if tracked.of(kind)][:1])
+    elif tracked.shard is not None and verdict != "bad_shard":
+        kinds.append(("data_corrupt", ("data_corrupt",)))  # bad data that are not the cause are news of their own
     found = []
     for position, (kind, alarm_kinds) in enumerate(kinds):
         alarms = tracked.of(*alarm_kinds)
         outcome, end = _outcome(tracked, kind)
+        severity = _severity(kind, outcome, tracked)
+        if lasting and is_over(outcome, end):
+            outcome, end = Outcome.RECOVERING, None
+            severity = severity if severity is Severity.ERROR else Severity.WARNING
         count = sum(1 for a in alarms if a.signal == alarms[0].signal)
         count = max(count, tracked.count) if kind in LOSS_KINDS else count
         first = position == 0
@@ -65,7 +74,7 @@ def findings_of(
             id=tracked.id if first else f"{tracked.id}-{kind}",
             code=CODES[kind],
             kind=kind,
-            severity=_severity(kind, outcome, tracked),
+            severity=severity,
             outcome=outcome,
             attempt=tracked.attempt,
             onset_step=onset,
@@ -83,10 +92,11 @@ def findings_of(
             details={
                 **details,
                 **({"tall": _tall(tracked)} if kind == "gradient_spike" else {}),
+                **({"cause_lasts": lasting} if lasting else {}),
                 "incident": tracked.id,
                 "points": tracked.points,
-                "loss_before": _number(tracked.baseline),
-                "loss_peak": _number(tracked.peak_value),
+                "loss_before": None if kind == "data_corrupt" else _number(tracked.baseline),
+                "loss_peak": None if kind == "data_corrupt" else _number(tracked.peak_value),
                 "loss_moved_step": tracked.loss_onset_step,
             },
         )
@@ -124,6 +134,9 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
         if _like_before(finding, gone):
             finding = replace(finding, severity=Severity.INFO)
         groups.setdefault(_merge_key(finding), []).append(finding)
+    many = [key for key in groups if isinstance(key, tuple) and key[0] == "data_corrupt"]
+    if len(many) > MOST_SHARDS:  # not a bad shard each: the manifest, or what reads the data
+        groups["data_corrupt"] = [f for key in many for f in groups.pop(key)]
     merged = []
     for group in groups.values():
         group.sort(key=lambda f: f.onset_step)
@@ -159,6 +172,8 @@ def _merge_key(finding: Finding) -> object:
         return (finding.kind, finding.attempt, verdict, shard, _height(finding))
     if finding.kind == "gradient_spike" or (finding.kind == "fp_overflow" and finding.severity is Severity.INFO):
         return (finding.kind, finding.attempt)
+    if finding.kind == "data_corrupt":
+        return (finding.kind, finding.attempt, finding.details.get("shard"), finding.verdict)
     if finding.kind == "restart":
         return finding.id
     if finding.kind == "slow_step":
@@ -204,7 +219,21 @@ def _outcome(tracked: Tracked, kind: str) -> tuple[Outcome, int | None]:
         return tracked.loss_outcome()
     if kind == "non_finite":
         return tracked.finite_outcome()
+    if kind == "loss_scale_collapse":
+        return tracked.scale_outcome()
+    if kind == "data_corrupt":
+        return tracked.data_outcome()
     return tracked.burst_outcome()
+
+
+def _data_are_the_news(tracked: Tracked) -> bool:
+    """A shard is proven bad, and the loss did no more than blink, or fell and came back up."""
+    return tracked.shard is not None and (tracked.is_return or tracked.loss_outcome()[0] is Outcome.TRANSIENT)
+
+
+def is_over(outcome: Outcome, end_step: int | None) -> bool:
+    """Training came back by itself."""
+    return outcome is Outcome.TRANSIENT or (outcome is Outcome.RECOVERING and end_step is not None)
 
 
 def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
@@ -219,7 +248,10 @@ def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
     if kind == "non_finite":
         return Severity.WARNING if outcome in (Outcome.TRANSIENT, Outcome.RECOVERING) else Severity.ERROR
     if kind == "loss_scale_collapse":
-        return Severity.ERROR
+        return Severity.WARNING if outcome is Outcome.RECOVERING else Severity.ERROR
+    if kind == "data_corrupt":
+        many = tracked.bad_data_points >= LEAST_BAD_STEPS
+        return Severity.ERROR if outcome is Outcome.ONGOING and many else Severity.WARNING
     if kind == "gradient_spike" and outcome is not Outcome.ONGOING:
         stays = any(a.severity is Severity.WARNING for a in tracked.of(kind))
         return Severity.WARNING if stays or _tall(tracked) >= MANY_BURSTS else Severity.INFO
@@ -237,10 +269,9 @@ def _tall(tracked: Tracked) -> int:
 
 def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str, Suspect]) -> Remedy:
     suspect = known.get(verdict)
-    over = outcome is Outcome.TRANSIENT or (outcome is Outcome.RECOVERING and end is not None)
-    if over:
+    if is_over(outcome, end):
         return Remedy(action="continue", reason="training came back by itself")
-    if suspect is None:
+    if suspect is None or suspect.action == "continue":
         return Remedy(action="investigate", reason="the evidence does not single out a cause")
     return Remedy(action=suspect.action, reason=suspect.remedy)
 
@@ -294,6 +325,11 @@ def summary(finding: Finding, alarms: Sequence[Alarm], known: Mapping[str, Suspe
     }[finding.outcome]
     if finding.outcome is Outcome.TRANSIENT and finding.end_step and finding.end_step - first.onset_step > 3:
         end = f"back at step {finding.end_step:,}"
+    if finding.kind == "data_corrupt":
+        end = "still being read" if finding.end_step is None else f"read until step {finding.end_step:,}"
+    lasting = finding.details.get("cause_lasts")
+    if lasting and finding.outcome is Outcome.RECOVERING:
+        end = f"{end}, but {lasting}"
     suspect = known.get(finding.verdict)
     why = f"{suspect.title}: {suspect.explains}" if suspect is not None else "cause undetermined"
     act = finding.remedy.reason or finding.remedy.action

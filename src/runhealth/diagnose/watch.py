@@ -12,9 +12,11 @@ from runhealth.diagnose.opening import Pollable
 from runhealth.diagnose.report.output import write_output
 from runhealth.diagnose.report.plain import Style, safe, stdout_style
 from runhealth.diagnose.report.words import facts, next_step, title
+from runhealth.diagnose.service import with_liveness
 from runhealth.diagnose.told import NEW, Told
 from runhealth.storage.records import SourceInfo
 
+LIVENESS_NS = 10_000_000_000  # between two looks at whether the run is still at work
 MOST_POLLS = 64  # in one look: a run that writes faster than we read still gets its findings told
 
 
@@ -28,6 +30,7 @@ def watch(
     interval_s: float,
     fail_on: str,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], int] = time.time_ns,
     hook_timeout_s: float = TIMEOUT_S,
 ) -> int:
     """Until interrupted, or one look with `once`. Returns 1 if a finding at or above `fail_on` stands, else 0."""
@@ -36,17 +39,27 @@ def watch(
     engine = Engine()
     hooks = HookRunner(hook, info.name, hook_timeout_s) if hook is not None else None
     done = said = False
+    look_at_ns = clock() + LIVENESS_NS
+    still: Engine | None = None  # with the steps that some ranks have not written; until there is news
     try:
         while True:
-            news = _feed(engine, source)
+            came, news = _feed(engine, source)
             waiting = getattr(source, "waiting_for", None)
             if waiting and not said:
                 print(f"diagnose: waiting: {safe(waiting)}", file=sys.stderr)
                 said = True
             if once:
                 engine.finish()
-            if news or once:
+            now_ns = clock()
+            if came:
+                look_at_ns, still = now_ns + LIVENESS_NS, None
+            looked = info.format == "runhealth" and (once or now_ns >= look_at_ns)
+            if news or looked or once:
                 report = engine.report(info)
+                if looked:  # a run that has died or hangs writes nothing that could be news
+                    look_at_ns = now_ns + LIVENESS_NS
+                    still = still or (engine if once else _as_it_stands(engine))
+                    report = with_liveness(report, still, now_ns)
                 _tell(report, told, style, hooks, level)
                 if once:
                     done = True
@@ -57,16 +70,25 @@ def watch(
             hooks.close(wait=done)
 
 
-def _feed(engine: Engine, source: Pollable) -> bool:
-    """Returns whether findings may have changed."""
-    news = False
+def _as_it_stands(engine: Engine) -> Engine:
+    """A copy that takes the data to end here; the engine itself goes on."""
+    copy = Engine()
+    copy.load_state_dict(engine.state_dict())
+    copy.finish()
+    return copy
+
+
+def _feed(engine: Engine, source: Pollable) -> tuple[bool, bool]:
+    """Returns whether records came, and whether findings may have changed."""
+    came = news = False
     for _ in range(MOST_POLLS):
         records = source.poll()
         if not records:
             break
+        came = True
         for record in records:
             news |= engine.feed_quietly(record)
-    return news
+    return came, news
 
 
 def _tell(report: Report, told: Told, style: Style, hooks: HookRunner | None, level: int) -> None:

@@ -9,15 +9,13 @@ from typing import Any
 
 def start_ticks(pid: int) -> int:
     """Start time of a process in clock ticks since boot, so that a reused pid is told apart. 0 where /proc lacks it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), counted after the name
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0  # field 22 of proc(5), counted after the name
 
 
 def is_dead(writer: Mapping[str, Any]) -> bool:
-    """True if the writer named by a segment header is known to be gone; False on another host, where nobody can say."""
+    """True if the writer named by a segment header is known to be gone; False on another host, where nobody can say.
+    One that has ended and waits for its parent only (a zombie) is gone."""
     if writer.get("host") != socket.gethostname():
         return False
     pid = int(writer.get("pid", 0))
@@ -27,4 +25,23 @@ def is_dead(writer: Mapping[str, Any]) -> bool:
         return True
     except OSError:
         return False
-    return start_ticks(pid) != int(writer.get("pid_start", 0))
+    return start_ticks(pid) != int(writer.get("pid_start", 0)) or _state(pid) in ("Z", "X")
+
+
+def is_stopped(writer: Mapping[str, Any]) -> bool:
+    """True if the writer lives on this host and is suspended: by SIGSTOP, or by a debugger."""
+    pid = int(writer.get("pid", 0))
+    return writer.get("host") == socket.gethostname() and not is_dead(writer) and _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -8,6 +8,7 @@ the publisher at any time: the old one stays readable until it is detached.
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -55,6 +56,8 @@ class View:
         self.tail: RunTail | None = None
         self.published_offsets: dict[str, int] = {}
         self._scratch = Path(tempfile.mkdtemp(prefix="runhealth-"))
+        # also when nobody closes the view: on collection, and when the process ends
+        self._remove_scratch = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.notes: list[str] = []
         self._sources: dict[str, str] = {}
         self.parts: list[tuple[PartFile, str]] = []  # that can be used, with what DuckDB calls the file
@@ -76,7 +79,7 @@ class View:
 
     def close(self) -> None:
         self.connection.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_scratch()
 
     def is_stale(self) -> bool:
         """Another run.duckdb was published, and it is worth to begin anew with it.

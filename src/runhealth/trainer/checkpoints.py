@@ -25,6 +25,10 @@ VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})(?:-a(\d{3,}))?")
 
 
+class UnloadableError(CheckpointError):
+    """A checkpoint that passed verification, but could not be loaded into the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     name: str

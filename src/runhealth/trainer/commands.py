@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from runhealth.storage.errors import ConfigError
+from runhealth.storage.errors import ConfigError, StoreError
 from runhealth.trainer import recipes
 from runhealth.trainer.config import FaultSpec, TrainConfig
 from runhealth.trainer.fault import registry
@@ -27,7 +27,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:KEY=VALUE,…",
         action="append",
         default=[],
-        help=f"inject a fault into a new run, for drills: {', '.join(sorted(registry()))}",
+        help=f"inject a fault into a new run, for drills: {', '.join(sorted(registry()))}. A bad shard is bad from"
+        " its first sample on: bad_shard:step=150 begins at the start of the visit that covers step 150",
     )
     parser.add_argument("--steps", metavar="N", type=int, help="train up to this step (default: the recipe's)")
     parser.add_argument("--seed", metavar="N", type=int, help="seed of a new run (default: the recipe's)")
@@ -46,6 +47,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from runhealth.trainer.supervisor import Supervisor, require_torch
 
     require_torch()
+    _check_numbers(arguments)
     store = Store(arguments.store)
     run = _new_run(store, arguments) if arguments.recipe else _old_run(store, arguments)
     line = ProgressLine(run.name)
@@ -59,8 +61,14 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
+    from runhealth.storage.store import check_run_name
     from runhealth.trainer.supervisor import create
 
+    if arguments.run is not None:
+        try:
+            check_run_name(arguments.run)
+        except StoreError as error:
+            raise ConfigError(f"--run: {error}") from error
     config = recipes.load(arguments.recipe)
     changes: dict[str, object] = {}
     if arguments.fault:
@@ -71,6 +79,8 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
         changes["seed"] = arguments.seed
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     check_faults(config)
+    if arguments.fault:
+        _check_fault_steps(config)
     taken = {run.name for run in store.runs()}
     name = arguments.run or _free_name(arguments.recipe, taken)
     if name in taken:
@@ -89,6 +99,23 @@ def _old_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     if run.bundled:
         raise ConfigError(f"run {run.name!r} is shipped with the package for reading; it cannot be trained on")
     return run
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for option, value, least in (("--steps", arguments.steps, 1), ("--max-restarts", arguments.max_restarts, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"{option}: expected at least {least}, met {value}")
+
+
+def _check_fault_steps(config: TrainConfig) -> None:
+    """A fault that was asked for must happen. (A recipe's own may lie beyond a shorter --steps.)"""
+    for spec in config.faults:
+        step = spec.params.get("step")
+        if isinstance(step, int) and not 0 <= step < config.steps:
+            raise ConfigError(
+                f"--fault {spec.name}: expected a step from 0 to {config.steps - 1}, as the run has {config.steps}"
+                f" steps, met step {step}"
+            )
 
 
 def check_faults(config: TrainConfig) -> None:

@@ -8,6 +8,7 @@ hashes (`checkpoints.verify`, always first) a damaged checkpoint is refused. Not
 
 import io
 import pickle
+import shutil
 import time
 import warnings
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from runhealth.storage.errors import CheckpointError
 from runhealth.trainer import checkpoints
+from runhealth.trainer.checkpoints import UnloadableError
 
 _ALLOWED = frozenset(
     {
@@ -129,6 +131,8 @@ def save(run_path: str, state: dict[str, Tensor], *, step: int, attempt: int, ra
         error = f"{folder}: {_first_line(problem)}"
     finite = not _any_true(not all(bool(torch.isfinite(value).all()) for value in state.values()))
     if _any_true(bool(error)):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint is none, and a full disk needs its room
         return SaveOutcome(path=relative, seconds=time.perf_counter() - started, error=error or "failed on a peer")
     size, verified = 0, False
     if rank == 0:
@@ -140,6 +144,8 @@ def save(run_path: str, state: dict[str, Tensor], *, step: int, attempt: int, ra
             verified = True
         except (CheckpointError, OSError) as problem:
             error = str(problem)
+            if not (folder / checkpoints.MANIFEST).exists():
+                shutil.rmtree(folder, ignore_errors=True)
     return SaveOutcome(
         path=relative, seconds=time.perf_counter() - started, size_bytes=size, verified=verified, error=error
     )
@@ -149,17 +155,19 @@ def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, ran
     """Verify, then load into model and optimizer in place; returns the step to go on with. Collective.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, incomplete, or of another model.
+        UnloadableError: the checkpoint is damaged, incomplete, or of another model.
     """
-    manifest = checkpoints.verify(folder)
-    state = state_of(model, optimizer, 0, rank % manifest.world)
     try:
+        manifest = checkpoints.verify(folder)
+        state = state_of(model, optimizer, 0, rank % manifest.world)
         load_sharded(state, storage_reader=SafeReader(folder))
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: {_first_line(error)}") from error
+    except CheckpointError as error:
+        raise UnloadableError(str(error)) from error
+    except (CheckpointException, Exception) as error:  # what a damaged file raises depends on where it is damaged
+        raise UnloadableError(f"{folder}: {_first_line(error)}") from error
     step = int(state["trainer.step"])
     if step != manifest.step:
-        raise CheckpointError(f"{folder}: expected step {manifest.step} as the manifest says, met {step}")
+        raise UnloadableError(f"{folder}: expected step {manifest.step} as the manifest says, met {step}")
     return step
 
 

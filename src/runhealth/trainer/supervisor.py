@@ -6,6 +6,7 @@ they read the dead attempt's addresses unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE
 from has to be chosen between two attempts anyway.)
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -24,17 +25,17 @@ from typing import IO, Any
 
 from runhealth.storage.errors import ConfigError, MissingExtraError, PlanError, StoreError
 from runhealth.storage.publish import Publisher
-from runhealth.storage.ranklog import RankLog
 from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, Record, RunEvent
 from runhealth.storage.store import RunInfo, Store
 from runhealth.trainer import checkpoints, rollback
 from runhealth.trainer.agent import SUPERVISOR_PID
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import data_folder, pack
-from runhealth.trainer.launch import ENVIRONMENT, PROGRESS_PREFIX, LaunchSpec, RunState, write_json
+from runhealth.trainer.failure import Failure, failure_of
+from runhealth.trainer.journal import SUPERVISOR_RANK, Journal
+from runhealth.trainer.launch import ENVIRONMENT, PROGRESS_PREFIX, LaunchSpec, RunState
 from runhealth.trainer.processes import end_tree
 
-SUPERVISOR_RANK = -1
 POLL_S = 0.1
 GRACE_S = 8.0
 INTERRUPTED = 130
@@ -75,16 +76,22 @@ class Supervisor:
         self.run = run
         self.run_path = run.path
         self.config = TrainConfig.from_json(run.config, where=f"{run.path}/run.json: config")
-        self.stop_step = stop_step or self.config.steps
+        self.stop_step = self.config.steps if stop_step is None else stop_step
+        for name, value, least in (("steps", self.stop_step, 1), ("max-restarts", max_restarts, 0)):
+            if value < least:
+                raise ConfigError(f"--{name}: expected at least {least}, met {value}")
         self.state = RunState.read(run.path)
         self._store = store
         self._max_restarts = max_restarts
         self._on_progress = on_progress
         self._say = say
         self._interrupted = False
+        self._failure: Failure | None = None  # of the last attempt
         self._data_path = data_folder(store.root, self.config.data)
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # for the log of the next attempt
         self._failed_checkpoints: list[tuple[checkpoints.CheckpointInfo, str]] = []
+        self._unloadable: list[str] = []  # checkpoints that pass verification, but no rank could load
+        self._journal = Journal(run.path, lambda line: say(f"{run.name}: {line}"))
 
     def supervise(self, plan_file: str | None = None) -> int:
         """Train to the end. Returns 0, 1 if the ranks kept failing, or 130 after Ctrl-C or SIGTERM.
@@ -117,11 +124,16 @@ class Supervisor:
         try:
             restarts = 0
             while True:
+                self._failure = None
                 ended, reason = self._one_attempt(checkpoint, is_rollback)
                 if ended in (0, INTERRUPTED):
                     return ended
                 if reason is not None:  # a plan was applied
                     checkpoint, is_rollback = reason, True
+                    continue
+                if self._cannot_load(checkpoint):  # not a restart: it ends with the last checkpoint
+                    checkpoint = self._newest()
+                    self._say(f"{self.run.name}: falling back to {checkpoint or 'the beginning'}")
                     continue
                 restarts += 1
                 if restarts > self._max_restarts:
@@ -156,11 +168,15 @@ class Supervisor:
             superseded=self.state.superseded,
         )
         launch = Path(self.run_path) / "launch" / f"a{claimed.attempt:03d}.json"
-        spec.write(launch)
-        log = RankLog.create(claimed.path, SUPERVISOR_RANK)
         try:
-            self._flush(log, claimed.attempt)
-            with open(launch.with_suffix(".log"), "w") as output:
+            spec.write(launch)
+            output_file = open(launch.with_suffix(".log"), "wb", buffering=0)  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise StoreError(f"{launch}: cannot be written, so no attempt can start: {error.strerror}") from error
+        self._journal.begin(claimed.path)
+        try:
+            self._flush(claimed.attempt)
+            with output_file as output:
                 agent = self._start(launch, claimed.attempt)
                 self._write_status("running", agent.pid, claimed.attempt)
                 tail: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
@@ -178,10 +194,10 @@ class Supervisor:
             if target is not None:
                 return -1, target
             if code != 0:
-                self._report_failure(log, claimed.attempt, code, tail)
+                self._report_failure(launch, claimed.attempt, code, tail)
             return code, None
         finally:
-            log.close()
+            self._journal.end()
 
     def _watch(self, agent: "subprocess.Popen[str]") -> str | None:
         """Wait until torchrun ends, a signal arrives (None), or a valid plan asks to go back (its checkpoint)."""
@@ -190,6 +206,7 @@ class Supervisor:
                 target = self._apply_pending(path)
                 if target is not None:
                     return target
+            self._journal.retry()
             time.sleep(POLL_S)
         return None
 
@@ -235,11 +252,21 @@ class Supervisor:
         self._say(f"{self.run.name}: rollback: {rollback.describe(checked)}")
 
     def _newest(self) -> str:
-        info, failed = checkpoints.newest_verified(self.run_path, self.state.superseded)
+        info, failed = checkpoints.newest_verified(self.run_path, (*self.state.superseded, *self._unloadable))
         for bad, reason in failed:
             self._say(f"{self.run.name}: not resumed from {bad.path}: {reason}")
         self._failed_checkpoints.extend(failed)
         return info.path if info else ""
+
+    def _cannot_load(self, checkpoint: str) -> bool:
+        """Whether the attempt failed because its checkpoint, verified as it was, could not be loaded."""
+        if self._failure is None or not checkpoint or self._failure.checkpoint != checkpoint:
+            return False
+        self._unloadable.append(checkpoint)
+        match = [info for info in checkpoints.committed(self.run_path) if info.path == checkpoint]
+        self._failed_checkpoints.extend((info, self._failure.message) for info in match)
+        self._say(f"{self.run.name}: {checkpoint} passes verification but cannot be loaded: {self._failure.message}")
+        return True
 
     def _start(self, launch: Path, attempt: int) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "runhealth.trainer.agent", "--standalone"]
@@ -269,7 +296,7 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _read(self, agent: "subprocess.Popen[str]", output: IO[str], tail: "deque[str]") -> None:
+    def _read(self, agent: "subprocess.Popen[str]", output: IO[bytes], tail: "deque[str]") -> None:
         """What the ranks print: progress goes to the listener, all else into the attempt's log file."""
         assert agent.stdout is not None
         with agent.stdout:
@@ -277,9 +304,9 @@ class Supervisor:
                 if line.startswith(PROGRESS_PREFIX):
                     self._progress(line.removeprefix(PROGRESS_PREFIX))
                 else:
-                    output.write(line)
-                    output.flush()
                     tail.append(line)
+                    with contextlib.suppress(OSError):  # a full disk: the pipe is read on, or the ranks would block
+                        output.write(line.encode())
 
     def _progress(self, text: str) -> None:
         if self._on_progress is None:
@@ -291,7 +318,7 @@ class Supervisor:
             return
         self._on_progress(progress)
 
-    def _flush(self, log: RankLog, attempt: int) -> None:
+    def _flush(self, attempt: int) -> None:
         """Write what happened between the attempts into the log of the new one."""
         now = time.time_ns()
         key = {"attempt": attempt, "step": 0, "rank": SUPERVISOR_RANK, "ts_ns": now}
@@ -307,21 +334,25 @@ class Supervisor:
         ]
         self._events, self._failed_checkpoints = [], []
         if records:
-            log.append(records)
+            self._journal.append(records)
 
-    def _report_failure(self, log: RankLog, attempt: int, code: int, tail: "deque[str]") -> None:
+    def _report_failure(self, launch: Path, attempt: int, code: int, tail: "deque[str]") -> None:
         text = "".join(tail)
-        self._say(f"{self.run.name}: attempt {attempt} ended with exit code {code}; its last lines were\n{text}")
+        self._failure = failure = failure_of(launch, code, text, self.config.world)
+        lines = f"; all that was printed: {launch.with_suffix('.log')}"
+        if not failure.ranks and text.strip():
+            lines = f"; its last lines were\n{text}"
+        self._say(f"{self.run.name}: attempt {attempt} ended with exit code {code}: {failure.message}{lines}")
         event = RunEvent(
             attempt=attempt,
             step=0,
             rank=SUPERVISOR_RANK,
             ts_ns=time.time_ns(),
             kind=EventKind.EXCEPTION,
-            message=f"torchrun ended with exit code {code}",
-            data={"exit_code": code, "output": text[-4000:]},
+            message=failure.message,
+            data={"exit_code": code, "output": text[-4000:], "ranks": list(failure.ranks)},
         )
-        log.append([event])
+        self._journal.append([event])
 
     def _take(self, lock: IO[str]) -> None:
         try:
@@ -339,15 +370,14 @@ class Supervisor:
             return "another supervisor"
 
     def _write_status(self, status: str, agent_pid: int | None, attempt: int | None = None) -> None:
-        write_json(
-            Path(self.run_path) / "supervisor.json",
+        self._journal.status(
             {
                 "pid": os.getpid(),
                 "agent_pid": agent_pid,
                 "attempt": attempt,
                 "status": status,
                 "updated_ns": time.time_ns(),
-            },
+            }
         )
 
     def _on_signal(self, *_signal: object) -> None:

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from runhealth.trainer.agent import AGENT_PID
+from runhealth.trainer.checkpoints import UnloadableError
+from runhealth.trainer.failure import write_error
 from runhealth.trainer.launch import ENVIRONMENT, LaunchSpec
 from runhealth.trainer.loop import Trainer
 from runhealth.trainer.processes import die_with_parent
@@ -23,6 +25,17 @@ def run_rank(launch: str, rank: int, rendezvous: str) -> None:
     torch.distributed."""
     spec = LaunchSpec.read(launch)
     os.environ["RUNHEALTH_ATTEMPT"] = str(spec.attempt)
+    try:
+        _train(spec, rank, rendezvous)
+    except UnloadableError as error:
+        write_error(launch, rank, error, spec.checkpoint)
+        raise
+    except BaseException as error:
+        write_error(launch, rank, error)
+        raise
+
+
+def _train(spec: LaunchSpec, rank: int, rendezvous: str) -> None:
     dist.init_process_group(
         "gloo",
         init_method=rendezvous,

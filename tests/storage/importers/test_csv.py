@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from runhealth.storage.errors import NoUsableDataError
+
 
 def test_per_rank_rows_with_units_are_ordered_by_step_and_rank(read):
     got = read(
@@ -98,3 +100,14 @@ def test_decimal_commas_between_semicolons(read):
     assert got.series("loss") == [(0, 2.5), (1, 2.4375), (2, 2.0)]
     assert got.series("lr") == [(0, 1e-3), (1, 1e-3), (2, 1e-3)]
     assert any("decimal commas" in note for note in got.info.notes)
+
+
+def test_unknown_columns_are_named_with_the_options_that_map_them(read):
+    german = "Schritt;Verlust;lr\n" + "".join(f"{n};{n},25;0,0003\n" for n in range(9))
+    with pytest.raises(NoUsableDataError, match=r"columns: Schritt, Verlust, lr\.") as refused:
+        read(german, "de.csv")
+    assert "--map step=NAME --map loss=NAME" in str(refused.value)
+    got = read(german, "de.csv", {"step": "Schritt", "loss": "Verlust"})
+    assert got.series("loss") == [(n, n + 0.25) for n in range(9)]
+    with pytest.raises(NoUsableDataError, match="--map loss=NAME"):
+        read("step,cost\n1,2\n2,3\n3,4\n", "c.csv")

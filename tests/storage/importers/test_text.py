@@ -70,3 +70,24 @@ def test_lines_of_one_shape_read_alike_whatever_their_numbers(read):
     got = read("".join(f"step {n} | loss: {number} | lr: 1e-4\n" for n, number in enumerate(numbers)))
     alone = [read(f"step {n} | loss: {number} | lr: 1e-4\n").steps[0].values for n, number in enumerate(numbers)]
     assert list(map(repr, (dict(record.values) for record in got.steps))) == list(map(repr, map(dict, alone)))
+
+
+def test_the_pytorch_mnist_log_is_one_run_with_steps_over_all_epochs(read):
+    lines = []
+    for epoch in (1, 2, 3):
+        lines += [
+            f"Train Epoch: {epoch} [{at}/60000 ({at // 600}%)]\tLoss: {2.4 / epoch - at / 1e5:.6f}\n"
+            for at in (0, 640, 59520)
+        ]
+        lines.append(f"\nTest set: Average loss: 0.0{epoch}00, Accuracy: 9800/10000 (98%)\n\n")
+    got = read("".join(lines))
+    assert [step for step, _ in got.series("loss")] == [0, 640, 59520, 60000, 60640, 119520, 120000, 120640, 179520]
+    assert got.series("eval_loss") == [(59520, 0.01), (119520, 0.02), (179520, 0.03)]
+    assert {record.attempt for record in got.steps} == {0}
+    assert any("place in the epoch" in note for note in got.info.notes)
+
+
+@pytest.mark.parametrize("name", ["Accuracy", "acc", "correct", "Top-5", "precision"])
+def test_a_share_of_hits_is_no_step(read, name):
+    got = read("".join(f"[{n}/100] loss {3 - n / 10:.1f}\nloss 0.5, {name}: 98/100 (98%)\n" for n in range(1, 6)))
+    assert [record.step for record in got.steps] == [1, 2, 3, 4, 5]

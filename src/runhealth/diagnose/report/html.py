@@ -60,6 +60,8 @@ def _head(report: Report) -> str:
     facts = []
     if report.first_step is not None:
         facts.append(f"steps {report.first_step:,} to {report.last_step:,}")
+    if report.window is not None:
+        facts.append(words.judged(report))
     if len(report.attempts) > 1:
         facts.append(f"{len(report.attempts)} attempts")
     facts.append(words.last_step(report, report.last_ts_ns + 10**18).replace("last step on", "last step on (UTC)"))

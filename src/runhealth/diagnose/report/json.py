@@ -10,7 +10,8 @@ SCHEMA_VERSION = 1
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Contract: schema_version, run, findings, missing. Added: run.last_ts_ns, run.late_records, run.notes, curves."""
+    """Contract: schema_version, run, findings, missing. Added: run.last_ts_ns, run.late_records, run.notes, run.window
+    (first and last step that were judged, if not all), curves."""
     source = report.source
     return {
         "schema_version": SCHEMA_VERSION,
@@ -29,6 +30,7 @@ def report_json(report: Report) -> dict[str, Any]:
             "notes": list(source.notes),
             "last_ts_ns": report.last_ts_ns,
             "late_records": report.late_records,
+            "window": list(report.window) if report.window is not None else None,
         },
         "findings": [finding_json(f) for f in report.findings],
         "missing": [missing_json(m) for m in report.missing],

@@ -10,7 +10,8 @@ _WORD = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "i
 
 def render(report: Report) -> str:
     steps = f", steps {report.first_step:,}–{report.last_step:,}" if report.first_step is not None else ""
-    lines = [f"### {_md(report.source.name)}{steps}", ""]
+    judged = f", {words.judged(report)}" if report.window is not None else ""
+    lines = [f"### {_md(report.source.name)}{steps}{judged}", ""]
     worst = words.loud(report)[:2]
     if not worst:
         lines += ["Nothing at warning or above was found.", ""]

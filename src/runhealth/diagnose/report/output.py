@@ -1,10 +1,12 @@
 """Where a report goes: to stdout, or to a file that is complete or not there."""
 
+import contextlib
 import errno
 import os
 import sys
 import uuid
 from pathlib import Path
+from typing import TextIO, cast
 
 
 class OutputError(OSError):
@@ -20,6 +22,8 @@ def write_output(text: str, output: str | None) -> None:
         OutputError: says what cannot be written and why.
     """
     if output is None:
+        if stdout() is None:
+            raise OutputError("cannot write to stdout: it is closed")
         _write_stdout(text)
         return
     # A link stays a link: what it leads to is replaced.
@@ -48,6 +52,25 @@ def _replace(target: Path, text: str) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def stdout() -> TextIO | None:
+    """None where the caller has closed it (`>&-`)."""
+    return cast("TextIO | None", sys.stdout)
+
+
+def flush_stdout() -> None:
+    """What others, as argparse, have printed. Raises OutputError."""
+    if stdout() is not None:
+        _write_stdout("")
+
+
+def say(line: str) -> None:
+    """One line on stderr, if there is one: nowhere else can a failure be told."""
+    stream = cast("TextIO | None", sys.stderr)
+    if stream is not None:
+        with contextlib.suppress(OSError):
+            print(line, file=stream, flush=True)
 
 
 def _write_stdout(text: str) -> None:

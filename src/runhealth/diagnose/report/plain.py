@@ -4,13 +4,13 @@ import math
 import os
 import re
 import shutil
-import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from runhealth.diagnose.findings import Severity
+from runhealth.diagnose.report.output import stdout
 
 WIDEST, NARROWEST = 118, 40  # columns: lines over 118 are hard to read, under 40 nothing fits
 GLUE = "\u00a0"  # a space at which no line is broken; shown as a space
@@ -181,4 +181,5 @@ def _fit(text: str, room: int) -> int:
 
 
 def stdout_style() -> Style:
-    return Style.of(sys.stdout)
+    stream = stdout()
+    return Style.of(stream) if stream is not None else Style()

@@ -39,8 +39,11 @@ def _head(report: Report, style: Style, now_ns: int | None) -> list[str]:
     parts = []
     if len(report.attempts) > 1:
         parts.append(f"attempts {report.attempts[0].attempt}-{report.attempts[-1].attempt}")
+    elif report.attempts and report.attempts[0].attempt:
+        parts.append(f"attempt {report.attempts[0].attempt}")
     if report.first_step is not None:
         parts.append(f"steps {report.first_step:,}-{report.last_step:,}")
+    parts.append(words.judged(report))
     parts.append(words.last_step(report, now_ns))
     if report.source.format != "runhealth":
         parts.append(f"read as {safe(report.source.format)}")

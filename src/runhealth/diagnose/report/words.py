@@ -150,6 +150,13 @@ def word(text: str) -> str:
     return shlex.quote(safe(text))
 
 
+def judged(report: Report) -> str:
+    """Which stretch was judged, if not everything."""
+    if report.window is not None:
+        return f"judged: steps {report.window[0]:,}-{report.window[1]:,}"
+    return ""
+
+
 def loud(report: Report) -> list[Finding]:
     return [f for f in report.findings if f.severity is not Severity.INFO]
 

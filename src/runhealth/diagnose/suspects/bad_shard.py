@@ -19,8 +19,11 @@ UNITS = {"token_entropy": " bits"}
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    attempt, loss_step = case.incident.attempt, case.loss_step
-    first, last = loss_step - LEAD_STEPS, loss_step
+    attempt = case.incident.attempt
+    # bad data that are told by themselves count from their first batch: the loss may fall on them and rise after
+    told = [a.onset_step for a in case.incident.alarms if a.kind == "data_corrupt"]
+    loss_step = min([case.loss_step, *told])
+    first, last = loss_step - LEAD_STEPS, max(loss_step, case.loss_step if told else loss_step)
     at_onset = case.outliers(case.between(first, last))
     if not at_onset:
         yield from _nothing_there(case, first, last)
@@ -33,7 +36,8 @@ def investigate(case: Case) -> Iterator[Evidence]:
     yield from _statistics(case, lead, shard, span, ranks)
     yield from _hash(case, of_shard, shard, span, ranks)
     yield from _elsewhere(case)
-    yield from _ranks(case, ranks)
+    if case.loss_step == loss_step and case.loss_moved:
+        yield from _ranks(case, ranks)
     ratio = case.baseline("update_ratio")
     if ratio.ready:
         moved = case.first("update_ratio", 2.0 * ratio.center, first=case.onset_step - 8, last=loss_step - 1)

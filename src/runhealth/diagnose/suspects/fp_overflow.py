@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from runhealth.diagnose import queries
 from runhealth.diagnose.case import Case
-from runhealth.diagnose.findings import Evidence
+from runhealth.diagnose.findings import Alarm, Evidence
 from runhealth.diagnose.robust import Baseline
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
@@ -40,7 +40,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
                 weight_nats=0.7,
                 steps=(first, last),
             )
-    elif not any(e.weight_nats < 0 for e in found):
+    elif not found:
         measured = [s for s in ("overflow_count", "amax_ratio", "loss_scale") if case.has(s)]
         yield Evidence(
             claim=f"{', '.join(measured)} stayed within the run's habit up to the onset",
@@ -102,6 +102,10 @@ def _amax(case: Case, first: int, last: int) -> Iterator[Evidence]:
 def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
     if not case.has("loss_scale"):
         return
+    collapses = [a for a in case.incident.alarms if a.kind == "loss_scale_collapse"]
+    if collapses:
+        yield _collapse(case, min(collapses, key=lambda a: a.onset_step))
+        return
     values = [(f.step, float(v)) for f in case.between(first, last) if (v := f.get("loss_scale")) is not None and v > 0]
     usual = case.baseline("loss_scale")
     if not values or not usual.ready or usual.center <= 0:
@@ -117,6 +121,22 @@ def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
             baseline=usual.center,
             query=queries.steps("min", "loss_scale", case.incident.attempt, step, step),
         )
+
+
+def _collapse(case: Case, alarm: Alarm) -> Evidence:
+    """The collapse itself: the gradient overflowed at every scale on the way down."""
+    after = [(f.step, float(v)) for f in case.around if (v := f.get("loss_scale")) is not None and v > 0]
+    step, low = min(after, key=lambda p: (p[1], p[0]), default=(alarm.step, alarm.value))
+    late = case.loss_moved and alarm.onset_step > case.loss_step
+    return Evidence(
+        claim=f"the loss scale fell from {alarm.baseline:g} to {low:g} in steps {alarm.onset_step:,}-{step:,}"
+        + (", after the loss had moved" if late else ""),
+        weight_nats=0.0 if late else 2.5,
+        steps=(alarm.onset_step, step),
+        value=low,
+        baseline=alarm.baseline,
+        query=queries.steps("min", "loss_scale", case.incident.attempt, step, step),
+    )
 
 
 def _tensors(case: Case, first: int, last: int) -> dict[str, float]:

@@ -4,14 +4,16 @@ An importer turns bytes into `Row`s and `Mark`s in the order of the file and kno
 ordering: that is `assemble.py`, once for all formats.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import BinaryIO, Protocol
 
 from runhealth.storage.records import Rejected, Scalar
 
 REJECTED_SHOWN = 20
 NOTES_SHOWN = 40
+MET_SHOWN = 40
 # A detector reads at least one of these; a log without any of them cannot be diagnosed.
 USABLE = frozenset(
     {"loss", "eval_loss", "grad_norm", "grad_norm_rank", "loss_scale", "step_skipped", "t_step_s", "t_forward_s",
@@ -71,6 +73,7 @@ class Tally:
         self.rejected: list[Rejected] = []
         self.notes: dict[str, None] = {}
         self.signals: set[str] = set()
+        self.met: dict[str, None] = {}  # foreign names of rows that were rejected as a whole
         self.format: str | None = None  # a special case of the importer's format, once it was recognised
 
     def reject(self, line: int, why: str) -> None:
@@ -78,6 +81,11 @@ class Tally:
         self.rows_rejected += 1
         if len(self.rejected) < REJECTED_SHOWN:
             self.rejected.append(Rejected(line=line, why=why[:300]))
+
+    def meet(self, names: Iterable[str]) -> None:
+        """Remember names of a rejected row, for the message that nothing could be read; their number is bounded."""
+        if len(self.met) < MET_SHOWN:
+            self.met.update(dict.fromkeys(name[:60] for name in islice(names, MET_SHOWN)))
 
     def note(self, text: str) -> None:
         """Say something about the reading once; the number of notes is bounded."""

@@ -178,7 +178,8 @@ class _GrowingStream:
                     return more
                 self._answered = looking
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: self._asked > looking)
+                while self._asked <= looking:
+                    self._condition.wait()
 
     def _next(self) -> bytes:
         try:

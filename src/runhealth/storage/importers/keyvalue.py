@@ -56,6 +56,9 @@ _SNIFF_CHARS = 4096
 _STEP_NAMES = ("step", "iter", "iteration", "global_step", "steps", "num_updates")
 _TABLE = {"step_ms": "t_step_s", "step_s": "t_step_s", "seconds": "t_step_s"}
 _EVALUATION = re.compile(r"\b(?:eval|valid|validation|val)\b", re.I)
+_TEST = re.compile(r"\s*(?:test|eval(?:uation)?|val(?:id(?:ation)?)?)\b", re.I)
+# `Accuracy: 9800/10000 (98%)` counts hits, no batches.
+_COUNTED = re.compile(r"(?:\bacc(?:uracy)?|\bcorrect|\bhits?|\btop-?\d|\bprecision|\brecall)[\s:=(]*\Z", re.I)
 
 
 class _KeyValue:
@@ -97,6 +100,7 @@ class _Parser:
         self._head: tuple[int, int | None] | None = None
         self._zero_based = False  # the first epoch is 0
         self._skipped = 0
+        self._last: int | None = None  # the last step that was counted over all epochs
         self._read = FieldReader(_places)
 
     def __call__(self, line: str, number: int) -> Sequence[TextRow | Mark]:  # noqa: ARG002
@@ -135,9 +139,13 @@ class _Parser:
         epoch = int(before["epoch"]) if before else self._epoch
         if epoch is None:
             return self._row(step, total, line, fields)
-        self._tally.note("no step over all epochs: the batches of the epochs before are added to the batch")
+        self._tally.note(
+            "no step over all epochs: the step is the place in the epoch, in the log's own units (batches or samples), "
+            "added to those of the epochs before"
+        )
         self._zero_based = self._zero_based or epoch == 0
         step += (epoch if self._zero_based else epoch - 1) * total
+        self._last = step
         return self._row(step, None, line, fields)
 
     def _row(self, step: int, total: int | None, line: str, fields: dict[str, Scalar]) -> Sequence[TextRow]:
@@ -175,6 +183,10 @@ class _Parser:
         return (TextRow(int(match["step"]), fields),)
 
     def _without_step(self, line: str) -> Sequence[TextRow]:
+        if self._last is not None and "oss" in line and _TEST.match(line):
+            # An evaluation between two epochs states no step: it belongs to the last one before it.
+            fields = self._fields(line)
+            return self._row(self._last, None, line, fields) if _has_loss(fields) else ()
         text = line.strip()
         at = _dict_at(text)
         if at < 0 or not text.endswith("}"):
@@ -201,7 +213,8 @@ def _dict_at(line: str) -> int:
 def _batch(line: str) -> re.Match[str] | None:
     """The first `n/total` of a line that a bracket or bar says to be a progress."""
     for match in _BATCH.finditer(line[:400]):
-        if (match["open"] or match["close"]) and int(match["step"]) <= int(match["total"]):
+        progress = (match["open"] or match["close"]) and int(match["step"]) <= int(match["total"])
+        if progress and not _COUNTED.search(line, max(0, match.start() - 40), match.start()):
             return match
     return None
 
@@ -274,7 +287,9 @@ def _is_evaluation(line: str, fields: Mapping[str, Scalar]) -> bool:
     targets = _targets(tuple(fields))
     if "eval_loss" in targets:
         return "loss" not in targets
-    return "loss" in targets and "val" in line.lower() and _EVALUATION.search(line) is not None
+    if "loss" not in targets:
+        return False
+    return _TEST.match(line) is not None or ("val" in line.lower() and _EVALUATION.search(line) is not None)
 
 
 IMPORTER = _KeyValue()

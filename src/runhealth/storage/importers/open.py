@@ -87,13 +87,15 @@ class ImportedLog:
         )
 
     def _nothing_usable(self, tally: Tally) -> str:
-        met = ", ".join(sorted(tally.signals)[:20]) or "none"
-        guess = next((name for name in sorted(tally.signals) if _LOSS_LIKE.search(name)), None)
-        guess = guess or next(iter(sorted(tally.signals)), "NAME")
+        names = list(dict.fromkeys([*sorted(tally.signals), *tally.met]))
+        met = ", ".join(names[:20]) or "none"
+        guess = next((name for name in names if _LOSS_LIKE.search(name) and name not in STEP_SIGNALS), None)
+        no_step = tally.met and not tally.rows_kept
+        options = "--map step=NAME --map loss=NAME" if no_step else "--map loss=NAME"
         text = (
             f"{self._path}: read as {self._tracks[0].format}, {tally.rows_kept} of {tally.rows_read} rows kept, but no "
             f"loss, gradient norm, loss scale or step time among the columns: {met}. If one of them is the loss, "
-            f"say so with a mapping, for example --map loss={guess}"
+            f"say so: {options}" + (f" (perhaps loss={guess})" if guess else "")
         )
         if tally.rejected:
             text += f"; the first rejected line is {tally.rejected[0].line}: {tally.rejected[0].why}"

@@ -118,6 +118,7 @@ class RowBuilder:
         if rank is None:
             self._reject(line, f"expected a rank in '{places['rank'][1]}', met {places['rank'][2]!r}")
         if step is None or rank is None:
+            self._tally.meet(name for name, _ in _flat(entry))
             return None
         attempt = to_step(places["attempt"][2]) if "attempt" in places else None
         return Row(

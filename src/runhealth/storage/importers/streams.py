@@ -5,8 +5,10 @@ import codecs
 import gzip
 import io
 import lzma
+import stat
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from runhealth.storage.errors import NoUsableDataError
@@ -71,13 +73,18 @@ class _Decoded(io.RawIOBase):
 
 def open_stream(path: str) -> BinaryIO:
     """A buffered stream of the decompressed content, UTF-16 as UTF-8. OSError as `open` raises it; NoUsableDataError
-    for a container that is not read."""
+    for a container that is not read, and for a pipe or device: it can be read only once, or never ends."""
     raw: BinaryIO
     if "://" in path:
         import fsspec  # slow to import, and most logs are local
 
         raw = _buffered(_Decoded(cast(BinaryIO, fsspec.open(path, "rb").open())))
     else:
+        mode = Path(path).stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            # To open a pipe that nobody writes to would block for ever.
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+            raise NoUsableDataError(f"{path} is {kind}: expected a regular file; write the log to one first")
         raw = open(path, "rb")  # noqa: SIM115 - the caller closes what is returned
     head = peek(raw)
     for magic, why in _REFUSED:
