@@ -131,7 +131,7 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
     groups: dict[object, list[Finding]] = {}
     gone = [f for f in findings if f.kind in LOSS_KINDS and f.outcome is Outcome.TRANSIENT]
     for finding in findings:
-        if _like_before(finding, gone):
+        if _like_before(finding, gone) or _inside_another(finding, findings):
             finding = replace(finding, severity=Severity.INFO)
         groups.setdefault(_merge_key(finding), []).append(finding)
     many = [key for key in groups if isinstance(key, tuple) and key[0] == "data_corrupt"]
@@ -163,6 +163,23 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
             )
         )
     return sorted(merged, key=lambda f: (-f.severity.level, f.attempt, f.onset_step, f.code, f.id))
+
+
+def _inside_another(finding: Finding, findings: Sequence[Finding]) -> bool:
+    """A bump that came back to the raised level of an incident that never did, and was lower: part of that trouble."""
+    return (
+        finding.kind in LOSS_KINDS
+        and finding.severity is Severity.WARNING
+        and finding.outcome in (Outcome.TRANSIENT, Outcome.RECOVERING)
+        and any(
+            other.kind in LOSS_KINDS
+            and other.outcome is Outcome.NON_RECOVERING
+            and other.attempt == finding.attempt
+            and other.onset_step < finding.onset_step
+            and _peak(other) > _peak(finding)
+            for other in findings
+        )
+    )
 
 
 def _merge_key(finding: Finding) -> object:

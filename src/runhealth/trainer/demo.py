@@ -236,8 +236,10 @@ def _heading(title: str, text: str) -> None:
 def _farewell(store: Store) -> None:
     default = Path(store.root) == Path("runs").absolute()
     option = "" if default else f" --store {shlex.quote(store.root)}"
+    # a newcomer comes from `make demo` and has not activated the environment
+    prefix = "" if shutil.which("diagnose") else shlex.quote(os.path.relpath(Path(sys.executable).parent)) + "/"
     print(
-        f"\n   watch it            runhealth dashboard --run {SPIKE}{option}"
-        f"\n   the post-mortem     diagnose --run {SPIKE}{option}"
-        f"\n   a spike at 40k      diagnose --run 40k-spike"
+        f"\n   watch it            {prefix}runhealth dashboard --run {SPIKE}{option}"
+        f"\n   the post-mortem     {prefix}diagnose --run {SPIKE}{option}"
+        f"\n   a spike at 40k      {prefix}diagnose --run 40k-spike"
     )
