@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from runhealth.diagnose.findings import Finding, Outcome, Severity
+from runhealth.diagnose.findings import UNDETERMINED, Finding, Outcome, Severity, Status, SuspectResult
 from runhealth.diagnose.verdicts import merge
 
 
@@ -20,6 +20,7 @@ def finding(onset: int, peak: float, outcome: Outcome, severity: Severity, attem
         peak_step=onset + 2,
         end_step=None if outcome is Outcome.NON_RECOVERING else onset + 40,
         summary="the loss rose",
+        suspects=(SuspectResult(suspect=UNDETERMINED, status=Status.INCONCLUSIVE, probability=1.0),),
         details={"loss_peak": peak, "loss_before": 1.4},
     )
 
