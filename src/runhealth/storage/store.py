@@ -252,7 +252,11 @@ def _read_claim(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         if not folder.exists():
             return None
-        return {}
+        # the folder comes with its claim in it, so it may have come since the first look
+        try:
+            claim = json.loads((folder / "claim.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
     except ValueError:
         return {}
     return claim if isinstance(claim, dict) else {}

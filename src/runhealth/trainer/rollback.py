@@ -70,18 +70,22 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
         )
     _check_skips(plan, config)
     _check_repairs(plan, config)
-    left = [info.path for info in checkpoints.committed(run_path) if info.step > manifest.step]
     return Rollback(
         plan=plan,
         checkpoint=path,
         state=replace(
-            state,
+            leave_behind(state, run_path, manifest.step),
             skips=state.skips.add(plan.skip),
             repairs=(*state.repairs, *(repair for repair in plan.repairs if repair not in state.repairs)),
-            superseded=tuple(dict.fromkeys((*state.superseded, *left))),
             applied=(*state.applied, (plan.incident, path)),
         ),
     )
+
+
+def leave_behind(state: RunState, run_path: str, step: int) -> RunState:
+    """The state in which every checkpoint past `step` that is there now belongs to a past nobody resumes from."""
+    left = [info.path for info in checkpoints.committed(run_path) if info.step > step]
+    return replace(state, superseded=tuple(dict.fromkeys((*state.superseded, *left))))
 
 
 def conclude(path: Path, suffix: str, reason: str = "") -> None:

@@ -192,6 +192,10 @@ class Supervisor:
             if self._interrupted:
                 return INTERRUPTED, None
             if target is not None:
+                # the ranks may have saved once more between the check of the plan and their end
+                step = next(i.step for i in checkpoints.committed(self.run_path) if i.path == target)
+                self.state = rollback.leave_behind(self.state, self.run_path, step)
+                self.state.write(self.run_path)
                 return -1, target
             if code != 0:
                 self._report_failure(launch, claimed.attempt, code, tail)
