@@ -100,3 +100,13 @@ def test_a_full_disk_is_said_once_and_what_waits_is_written_later(tmp_path: Path
     assert (Path(run.path) / "supervisor.json").exists()
     assert said[1:] == ["the supervisor's own records are written again"]
     assert [getattr(record, "message", "") for record in RunTail(run.path).read()] == ["kept"]
+
+
+def test_a_rank_that_torchrun_ended_is_not_at_fault(tmp_path: Path):
+    launch = tmp_path / "a000.json"
+    ended = REPORT.replace("rank      : 1 (local_rank: 1)", "rank      : 0 (local_rank: 0)").replace("-9", "-15")
+    assert failure_of(launch, 1, ended + REPORT, 2).ranks == (1,)
+    found = failure_of(launch, 1, ended, 2)
+    assert (found.message, found.ranks) == ("rank 1 ended without a word; torchrun then ended the others", (1,))
+    write_error(str(launch), 1, ValueError("bad shard"))
+    assert failure_of(launch, 1, ended, 2).message == "rank 1: ValueError: bad shard"

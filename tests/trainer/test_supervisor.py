@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,8 +113,11 @@ def test_a_killed_rank_restarts_from_the_verified_checkpoint_and_finishes(tiny: 
     steps = {(r.rank, r.step) for r in found if isinstance(r, StepRecord) and r.attempt == 1}
     assert {(rank, step) for rank in (0, 1) for step in range(start, 120)} <= steps
     failures = [r for r in found if isinstance(r, RunEvent) and r.kind == EventKind.EXCEPTION and r.rank == -1]
-    assert [(f.message, f.data["ranks"]) for f in failures] == [("rank 1 was killed (signal 9)", [1])]
-    assert any("attempt 0 ended with exit code 1: rank 1 was killed (signal 9)" in line for line in said)
+    assert [f.data["ranks"] for f in failures] == [[1]]
+    # torchrun does not always see the signal itself
+    words = r"rank 1 (was killed \(signal 9\)|ended without a word)"
+    assert re.match(words, failures[0].message)
+    assert any(re.search(f"attempt 0 ended with exit code 1: {words}", line) for line in said)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before(tiny: TrainConfig, store: Store):

@@ -6,6 +6,7 @@ people, and a rank that was killed writes nothing at all, which is telling as we
 
 import json
 import re
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +66,18 @@ def read_errors(launch: Path, world: int) -> list[RankError]:
 
 def failure_of(launch: Path, code: int, output: str, world: int) -> Failure:
     """`code` is torchrun's exit code, `output` the end of what it and the ranks printed."""
-    killed = {int(match[1]): int(match[2]) for match in _KILLED.finditer(output)}
+    ended = {int(match[1]): int(match[2]) for match in _KILLED.finditer(output)}
+    # SIGTERM is how torchrun ends the ranks that are left: no rank is at fault for it
+    killed = {rank: number for rank, number in ended.items() if number != signal.SIGTERM}
     if killed:
         said = "; ".join(f"rank {rank} was killed (signal {number})" for rank, number in sorted(killed.items()))
         return Failure(message=said, ranks=tuple(sorted(killed)))
     errors = read_errors(launch, world)
     if not errors:
+        silent = tuple(rank for rank in range(world) if rank not in ended)
+        if ended and silent:
+            names = ", ".join(map(str, silent))
+            return Failure(message=f"rank {names} ended without a word; torchrun then ended the others", ranks=silent)
         if code < 0:
             return Failure(message=f"torchrun, which runs the ranks, was killed (signal {-code})")
         return Failure(message=f"torchrun ended with exit code {code}")
