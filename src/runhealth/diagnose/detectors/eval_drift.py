@@ -7,10 +7,10 @@ that it uses have changed, not the training.
 
 import itertools
 import math
-from collections import deque
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.evaluations import Evaluations
 from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
@@ -21,7 +21,6 @@ EFFECT = math.log(1.10)
 SIGMAS = 6.0
 TRAIN_MOVES = math.log(1.03)
 KEEP = 64
-TRAIN_ROWS = 32
 
 
 class EvalDrift(Detector):
@@ -30,20 +29,14 @@ class EvalDrift(Detector):
     reads: ClassVar[tuple[str, ...]] = ("eval_loss",)
 
     def __init__(self) -> None:
-        self._train: deque[float] = deque(maxlen=TRAIN_ROWS)
-        self._evaluations: deque[tuple[int, float, float]] = deque(maxlen=KEEP)
+        self._evaluations = Evaluations(KEEP)
         self._told = False
 
     def update(self, frame: Frame) -> list[Alarm]:
-        loss, evaluation = frame.loss, frame.get("eval_loss")
-        if loss is not None and math.isfinite(loss) and loss > 0:
-            self._train.append(math.log(loss))
-        if evaluation is None or not math.isfinite(evaluation) or evaluation <= 0 or not self._train:
+        evaluation = self._evaluations.take(frame)
+        if evaluation is None:
             return []
-        points = self._evaluations
-        points.append((frame.step, math.log(evaluation), median(list(self._train))))
-        while len(self._train) > 1:
-            self._train.popleft()  # the next one is compared with the rows from here on
+        points = self._evaluations.points
         if len(points) < BEFORE + STAYS:
             return []
         values = [y for _, y, _ in points]

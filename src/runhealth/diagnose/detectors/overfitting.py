@@ -7,11 +7,11 @@ best. Under 15 % it is info: many runs are trained past the lowest evaluation lo
 
 import itertools
 import math
-from collections import deque
 from dataclasses import replace
 from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.evaluations import Evaluations
 from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
@@ -24,7 +24,6 @@ SIGMAS = 4.0
 JUMP_SHARE = 0.7
 MUCH = math.log(1.15)
 KEEP = 512
-TRAIN_ROWS = 32
 
 
 class Overfitting(Detector):
@@ -33,20 +32,14 @@ class Overfitting(Detector):
     reads: ClassVar[tuple[str, ...]] = ("eval_loss",)
 
     def __init__(self) -> None:
-        self._train: deque[float] = deque(maxlen=TRAIN_ROWS)
-        self._evaluations: deque[tuple[int, float, float]] = deque(maxlen=KEEP)  # step, log-loss, log train loss
+        self._evaluations = Evaluations(KEEP)
         self._told: Severity | None = None
 
     def update(self, frame: Frame) -> list[Alarm]:
-        loss, evaluation = frame.loss, frame.get("eval_loss")
-        if loss is not None and math.isfinite(loss) and loss > 0:
-            self._train.append(math.log(loss))
-        if evaluation is None or not math.isfinite(evaluation) or evaluation <= 0 or not self._train:
+        evaluation = self._evaluations.take(frame)
+        if evaluation is None:
             return []
-        points = self._evaluations
-        points.append((frame.step, math.log(evaluation), median(list(self._train))))
-        while len(self._train) > 1:
-            self._train.popleft()  # the next one is compared with the rows from here on
+        points = self._evaluations.points
         if self._told is Severity.WARNING or len(points) < LEAST:
             return []
         values = [y for _, y, _ in points]
