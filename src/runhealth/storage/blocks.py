@@ -20,7 +20,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One signal. `values` is float64 or int64; `present` has the same shape, or is None where every value was measured.
+    """One signal. `values` is float64 or int64; `present` has its shape, or is None where every value was measured.
     Values that are not present mean nothing. NaN and infinities that are present are measurements."""
 
     values: npt.NDArray[Any]
