@@ -137,6 +137,34 @@ STEP_SIGNALS = _catalogue(
     Signal("mem_allocated_bytes", "bytes", _R, _Q, "memory held by tensors", "memory growth"),
     Signal("mem_reserved_bytes", "bytes", _R, _Q, "memory held by the allocator", "fragmentation"),
     Signal("mem_rss_bytes", "bytes", _R, _Q, "resident set of the process", "host memory growth"),
+    Signal(
+        "adam_rms",
+        "1",
+        _G,
+        _F,
+        "largest over the tensors of the RMS of gradient over the root of Adam's second moment",
+        "a second moment that is behind the gradient (Adam staleness)",
+    ),
+    Signal("second_moment_norm", "1", _G, _F, "L2 norm of Adam's second moment", "optimizer state that was lost"),
+    Signal(
+        "param_checksum",
+        "1",
+        _R,
+        _U,
+        "checksum of the parameters that all replicas should share",
+        "replicas that differ, or weights that no step changes",
+    ),
+    Signal("attn_logit_max", "1", _R, _F, "largest absolute attention logit", "attention logit growth"),
+    Signal("router_load_max", "1", _R, _F, "largest share of tokens sent to one expert", "a router that collapses"),
+    Signal("t_comm_s", "s", _R, _F, "transfer in collectives without the waiting", "a slow link"),
+    Signal("t_gc_s", "s", _R, _F, "garbage collection", "pauses that the interpreter makes itself"),
+    Signal(
+        "sum_len_sq", "tokens^2", _R, _Q, "sum over the sequences of length squared", "work that sequence length makes"
+    ),
+    Signal("stage", "1", _R, _Q, "pipeline stage of the rank", "a stage that holds the others up"),
+    Signal("mfu", "1", _G, _F, "model FLOP/s over peak FLOP/s", "utilisation under the plan"),
+    Signal("bubble_fraction", "1", _R, _F, "share of the step without work in the pipeline", "a pipeline that idles"),
+    Signal("comm_bytes", "bytes", _R, _Q, "bytes that the collectives of the step move", "traffic beyond the plan"),
     Signal("dropped", "records", _R, _Q, "telemetry records lost so far", "gaps in the telemetry itself"),
 )
 
@@ -151,6 +179,9 @@ LAYER_SIGNALS = _catalogue(
     ),
     Signal("underflow_count", "elements", _L, _Q, "non-zero elements cast to zero", "the tensor that underflows"),
     Signal("elements", "elements", _L, _Q, "elements that were cast", "the share that overflows"),
+    Signal("grad_rms", "1", _L, _F, "RMS of the layer's gradient before clipping", "a layer that gets no gradient"),
+    Signal("adam_rms", "1", _L, _F, "RMS of gradient over the root of Adam's second moment", "the stale tensors"),
+    Signal("router_load_max", "1", _L, _F, "largest share of tokens sent to one expert", "the router that collapses"),
     Signal("logit_max", "1", _L, _F, "largest absolute attention logit", "attention logit growth"),
     Signal("activation_max", "1", _L, _F, "largest absolute activation", "activation outliers"),
 )
