@@ -35,6 +35,7 @@ def imported_by(statement: str) -> set[str]:
         ("import runhealth.instrument", {"duckdb", "polars", "streamlit"}),
         ("import runhealth.dashboard.launch", {"streamlit", "torch"}),
         ("import runhealth.trainer.commands, runhealth.trainer.supervisor", {"torch", "streamlit"}),
+        ("import runhealth.trainer.planner.walk, runhealth.trainer.planner.render", {"torch", "duckdb", "polars"}),
     ],
 )
 def test_start_up_does_not_pay_for_other_rooms(statement: str, forbidden: set[str]) -> None:
@@ -59,7 +60,7 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
-@pytest.mark.parametrize("page", ["attach", "dashboard", "diagnose", "importing", "storage", "trainer", "design"])
+@pytest.mark.parametrize("page", ["attach", "dashboard", "diagnose", "importing", "plan", "storage", "trainer", "design"])
 def test_there_is_a_page_for_each_task(page: str) -> None:
     assert (ROOT / "docs" / f"{page}.md").stat().st_size > 500
     assert f"docs/{page}.md" in (ROOT / "README.md").read_text()

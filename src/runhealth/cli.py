@@ -1,4 +1,4 @@
-"""`runhealth`: train, watch and keep runs. The diagnosis has a command of its own, `diagnose`.
+"""`runhealth`: plan, train, watch and keep runs. The diagnosis has a command of its own, `diagnose`.
 
 Each command imports its room only when it is called: `runhealth store` works without torch, `runhealth train` without
 Streamlit.
@@ -20,6 +20,12 @@ def _train(args: argparse.Namespace) -> int:
     return run_train(args)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from runhealth.trainer.planner.commands import run_plan
+
+    return run_plan(args)
+
+
 def _demo(args: argparse.Namespace) -> int:
     from runhealth.trainer import demo
 
@@ -35,6 +41,7 @@ def _dashboard(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     from runhealth.storage.commands import add_compact_arguments, add_store_arguments, run_compact, run_store
     from runhealth.trainer.commands import add_train_arguments
+    from runhealth.trainer.planner.commands import add_plan_arguments
 
     parser = argparse.ArgumentParser(
         prog="runhealth",
@@ -48,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train, resume, or roll back a run under supervision")
     add_train_arguments(train)
     train.set_defaults(call=_train)
+
+    plan = commands.add_parser("plan", help="what fits into GPU memory, which layout, and why")
+    add_plan_arguments(plan)
+    plan.set_defaults(call=_plan)
 
     demo = commands.add_parser("demo", parents=[store], help="train, break, diagnose and heal a run (2-3 minutes)")
     demo.set_defaults(call=_demo)
