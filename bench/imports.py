@@ -1,10 +1,11 @@
 """How long a foreign log takes to a verdict, as a whole process, and how much of it is reading.
 
 Generated logs: a million lines like nanoGPT's and like Megatron's, 200 MB of JSONL, and 40,000 steps. For each: wall
-and CPU seconds and the peak resident memory of `diagnose PATH --format json`, and the same of reading alone. Others
-run on the same files if their executables are given. Prints one JSON line:
+and CPU seconds and the peak resident memory of the whole (`diagnose PATH --format json`), of reading alone into
+columns, and of reading alone into records. runmedic and losslint run on the same files, from an environment of their
+own made for the bench by pip; if they cannot be installed, the output says so. Prints one JSON object as its last line:
 
-    OMP_NUM_THREADS=1 python bench/imports.py [--scale 0.1] [--other "runmedic diagnose" --other "losslint check"]
+    OMP_NUM_THREADS=1 python bench/imports.py [--scale 0.1] [--only nanogpt.log] [--alone] [--other "tool command"]
 """
 
 import argparse
@@ -22,10 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DIAGNOSE = Path(sys.executable).with_name("diagnose")
-READ_ONLY = (
-    "import sys; from runhealth.storage.importers import open_log\n"
-    "print(sum(1 for _ in open_log(sys.argv[1]).records()))"
-)
+READ = "import sys; from runhealth.storage.importers import open_log\nfor _ in open_log(sys.argv[1]).{}(): pass"
+OTHERS = {"runmedic": ("diagnose",), "losslint": ("check",)}  # package and executable: its command for a path
+INSTALL_TIMEOUT_S = 300
 TIMEOUT_S = 900
 
 
@@ -106,6 +106,28 @@ def wait(process: subprocess.Popen[bytes], begin: float) -> tuple[int, resource.
         time.sleep(0.01)
 
 
+def install(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The other tools' commands, and why those that are missing could not be installed."""
+    commands: dict[str, list[str]] = {}
+    failed: dict[str, str] = {}
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True, timeout=120)
+    except (OSError, subprocess.SubprocessError) as error:
+        return commands, dict.fromkeys(OTHERS, str(error)[-200:])
+    for package, arguments in OTHERS.items():
+        pip = [str(folder / "bin" / "pip"), "install", "-q", "--disable-pip-version-check", package]
+        try:
+            done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            failed[package] = f"pip took more than {INSTALL_TIMEOUT_S} s"
+            continue
+        if done.returncode:
+            failed[package] = done.stderr.strip()[-200:]
+        else:
+            commands[package] = [str(folder / "bin" / package), *arguments]
+    return commands, failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=1.0, help="size of the big files, as a share of the full one")
@@ -113,6 +135,7 @@ def main() -> None:
         "--other", action="append", default=[], metavar="CMD", help="another tool; it is given the path"
     )
     parser.add_argument("--only", help="one of the files")
+    parser.add_argument("--alone", action="store_true", help="without the other tools")
     args = parser.parse_args()
     lines = max(100, int(1_000_000 * args.scale))
     files: dict[str, Callable[[Path], None]] = {
@@ -123,6 +146,8 @@ def main() -> None:
     }
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        others, failed = install(Path(folder, "others")) if not args.alone else ({}, {})
+        others |= {command: shlex.split(command) for command in args.other}
         for name, write in files.items():
             if args.only not in (None, name):
                 continue
@@ -130,13 +155,15 @@ def main() -> None:
             write(path)
             results[name] = {
                 "mb": round(path.stat().st_size / 1e6, 1),
-                "diagnose": run([str(DIAGNOSE), str(path), "--format", "json"]),
-                "reading": run([sys.executable, "-c", READ_ONLY, str(path)]),
-                **{command: run([*shlex.split(command), str(path)]) for command in args.other},
+                "total": run([str(DIAGNOSE), str(path), "--format", "json"]),
+                "read": run([sys.executable, "-c", READ.format("blocks"), str(path)]),
+                "read_records": run([sys.executable, "-c", READ.format("records"), str(path)]),
+                **{other: run([*command, str(path)]) for other, command in others.items()},
             }
             path.unlink()
             print(name, results[name], file=sys.stderr)
-    print(json.dumps({"bench": "imports", "scale": args.scale, "cpus": os.cpu_count(), "files": results}))
+    result = {"bench": "imports", "scale": args.scale, "cpus": os.cpu_count(), "files": results}
+    print(json.dumps({**result, **({"not_installed": failed} if failed else {})}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The run has `--rows` rows in `steps` and `layers` together, of 8 ranks, in parts as a publisher makes them, with some
 rows that are in no part yet and a live tail. The last line is one JSON object; times are milliseconds, `first` in a
-reader that was just opened, `warm` the median of the later ones.
+reader that was just opened, `warm` the median of the later ones; `…_kept` is `RunReader.series`, which keeps what the
+parts hold of a curve.
 
     python bench/queries.py --rows 1e7
 """
@@ -12,7 +13,11 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import polars as pl
 
 from runhealth.storage.database import build_successor, connect, open_tables
 from runhealth.storage.parts import write_part
@@ -120,16 +125,22 @@ def main() -> None:
             opened = time.perf_counter()
             reader.sql("SELECT 1")
             open_ms = (time.perf_counter() - opened) * 1e3
-            for name, query in QUERIES.items():
-                query = query.format(middle=steps // 2)
-                laps = []
+            questions: dict[str, Callable[[], pl.DataFrame]] = {
+                name: partial(reader.sql, query.format(middle=steps // 2)) for name, query in QUERIES.items()
+            }
+            questions["loss_series_kept"] = lambda: reader.series("loss", 0)
+            questions["loss_mean_of_ranks_kept"] = lambda: reader.series("loss")
+            for name, ask in questions.items():
+                laps, cpu = [], []
                 for _ in range(args.repeats):
-                    start = time.perf_counter()
-                    frame = reader.sql(query)
+                    start, used = time.perf_counter(), time.process_time()
+                    frame = ask()
                     laps.append((time.perf_counter() - start) * 1e3)
+                    cpu.append((time.process_time() - used) * 1e3)
                 times[name] = {
                     "first": round(laps[0], 1), "warm": round(statistics.median(laps[1:]), 1),
-                    "warm_best": round(min(laps[1:]), 1), "rows": len(frame),
+                    "warm_best": round(min(laps[1:]), 1), "warm_cpu": round(statistics.median(cpu[1:]), 1),
+                    "rows": len(frame),
                 }  # fmt: skip
             counted = reader.sql("SELECT (SELECT count(*) FROM steps) AS s, (SELECT count(*) FROM layers) AS l").row(0)
         files = list(Path(run.path, "parts").glob("*.parquet"))

@@ -25,7 +25,8 @@ WRITERS = 4
 
 
 def serve(attempt_dir: str, socket_path: str) -> None:
-    Agent(NodeLog.open(attempt_dir, 0), socket_path).serve(threading.Event())
+    log = NodeLog.open(attempt_dir, 0)
+    Agent(lambda _: log, socket_path).serve(threading.Event())
 
 
 def write(socket_path: str, first: int, count: int, scalars: int, seconds: float) -> None:

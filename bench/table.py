@@ -37,6 +37,43 @@ ROWS: list[Row] = [
         ["bench/crash.py", "--kills", "15"],
         lambda r: f"{r['acked']:,}, {r['lost']}, {r['duplicated']}",
     ),
+    (
+        "a log of 1,000,000 lines to its verdict: CPU time, peak memory",
+        ["bench/imports.py", "--only", "nanogpt.log", "--alone"],
+        lambda r: "{cpu_s:.1f} s, {peak_mib} MiB".format_map(r["files"]["nanogpt.log"]["total"]),
+    ),
+    (
+        "post-mortem of 40,000 steps on 8 ranks, in a new process: CPU time",
+        ["bench/engine.py", "--only", "post_mortem_40k"],
+        lambda r: f"{r['post_mortem_40k_s']:.1f} s",
+    ),
+    (
+        "one step of 10,000 ranks through the engine: CPU time",
+        ["bench/engine.py", "--only", "ranks"],
+        lambda r: f"{r['ranks_step_s']['10000']:.2f} s",
+    ),
+    (
+        "a rank killed, a rank hung (time-out 5 s): until it is named; until steps go on; weights as undisturbed",
+        ["bench/failures.py"],
+        lambda r: (
+            "; ".join(
+                f"{r['failures'][m]['name_s']:.1f}, {r['failures'][m]['resume_s']:.1f} s" for m in ("kill", "hang")
+            )
+            + f"; {'yes' if r['weights_equal'] else 'NO'}"
+        ),
+    ),
+    (
+        "damage to a checkpoint: cases; refused with the file named, the older generation loads",
+        ["bench/checkpoints.py"],
+        lambda r: (
+            f"{sum(d['cases'] for d in r['damage'].values())}; {'all' if r['all_refused_and_named'] else 'NOT ALL'}"
+        ),
+    ),
+    (
+        "pipeline bubble, measured against (p-1)/(v m + p-1): worst difference",
+        ["bench/bubble.py"],
+        lambda r: f"{r['worst_difference']:.3f}",
+    ),
 ]
 
 

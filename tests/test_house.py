@@ -60,7 +60,10 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
-@pytest.mark.parametrize("page", ["attach", "dashboard", "diagnose", "importing", "plan", "storage", "trainer", "design"])
+PAGES = ("attach", "dashboard", "diagnose", "importing", "plan", "storage", "trainer", "design")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_there_is_a_page_for_each_task(page: str) -> None:
     assert (ROOT / "docs" / f"{page}.md").stat().st_size > 500
     assert f"docs/{page}.md" in (ROOT / "README.md").read_text()

@@ -39,7 +39,14 @@ def _dashboard(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from runhealth.storage.commands import add_compact_arguments, add_store_arguments, run_compact, run_store
+    from runhealth.storage.commands import (
+        add_agent_arguments,
+        add_compact_arguments,
+        add_store_arguments,
+        run_agent,
+        run_compact,
+        run_store,
+    )
     from runhealth.trainer.commands import add_train_arguments
     from runhealth.trainer.planner.commands import add_plan_arguments
 
@@ -75,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     compact = commands.add_parser("compact", help="bring run.duckdb up to date and the logs into parts")
     add_compact_arguments(compact)
     compact.set_defaults(call=run_compact)
+
+    agent = commands.add_parser("agent", help="write one log for all ranks of a node, for jobs of hundreds of ranks")
+    add_agent_arguments(agent)
+    agent.set_defaults(call=run_agent)
     return parser
 
 

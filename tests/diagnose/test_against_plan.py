@@ -8,8 +8,12 @@ import pytest
 from runhealth.diagnose import against_plan
 from runhealth.diagnose.engine import Engine
 from runhealth.diagnose.findings import Severity
+from runhealth.diagnose.service import diagnose
 from runhealth.storage.errors import StoreError
+from runhealth.storage.ranklog import RankLog
+from runhealth.storage.reader import RunReader
 from runhealth.storage.records import StepRecord
+from runhealth.storage.store import Store
 
 PLAN = {
     "recommended": {
@@ -65,3 +69,18 @@ def test_quiet_without_a_plan_and_where_nothing_fitted(tmp_path: Path) -> None:
 def test_a_plan_that_is_none_is_named(tmp_path: Path, plan: str) -> None:
     with pytest.raises(StoreError, match=r"plan\.json: expected the answer of `runhealth plan"):
         against_plan.check(keep(tmp_path, plan), history(mfu=0.01).history)
+
+
+def test_the_post_mortem_of_a_run_holds_it_against_its_plan(tmp_path: Path) -> None:
+    run = Store(str(tmp_path)).create_run("planned")
+    claimed = Store(str(tmp_path)).claim_attempt(run, "key")
+    log = RankLog.create(claimed.path, 0)
+    log.append([StepRecord(attempt=0, step=s, rank=0, values={"loss": 2.0, "mfu": 0.1}) for s in range(64)])
+    log.close()
+    keep(Path(run.path), PLAN)
+    found = {f.kind: f for f in diagnose(RunReader.open("planned", str(tmp_path))).findings}
+    assert "planned 50.0%" in found["low_mfu"].summary
+    keep(Path(run.path), "{")
+    report = diagnose(RunReader.open("planned", str(tmp_path)))
+    assert "low_mfu" not in {f.kind for f in report.findings}
+    assert any("plan.json" in note for note in report.source.notes)

@@ -103,6 +103,18 @@ def test_a_log_comes_through_a_pipe_and_leaves_nothing_behind(tmp_path, monkeypa
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize("script", ['"$@" "$LOG"', 'cat "$LOG" | "$@" -'])
+def test_sarif_names_the_line_of_the_onset(tmp_path, monkeypatch, script):
+    path = tmp_path / "nan.csv"
+    lines = [f"{n},{'nan' if n >= 150 else 2.5 - n / 1000}" for n in range(200)]
+    path.write_text("\n".join(["step,loss", *lines, ""]))
+    monkeypatch.setenv("LOG", str(path))
+    done = shell(script.replace('"$@"', '"$@" --format sarif'))
+    results = json.loads(done.stdout)["runs"][0]["results"]
+    (place,) = (r["locations"][0]["physicalLocation"] for r in results if r["properties"]["kind"] == "non_finite")
+    assert place["region"]["startLine"] == 152
+
+
 def test_an_error_about_a_pipe_names_the_pipe():
     done = shell('echo nothing here | "$@" -')
     assert done.returncode == 3

@@ -5,14 +5,16 @@ import math
 
 import pytest
 
+from runhealth.diagnose.calibration import current
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.detector import detector_classes
 from runhealth.diagnose.engine import Engine
 from runhealth.diagnose.findings import Alarm, Evidence, Incident, Severity, Status
 from runhealth.diagnose.frames import Frame
-from runhealth.diagnose.judge import softmax, walk
+from runhealth.diagnose.judge import walk
 from runhealth.diagnose.service import diagnose
 from runhealth.diagnose.suspect import Needs, Suspect, load_suspects, validate
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 from runhealth.storage.records import BatchRecord, EventKind, LayerSample, RunEvent, StepRecord
 
 SEEDS = (110, 111)
@@ -76,14 +78,16 @@ def test_a_suspect_stands_an_empty_case(name):
 
 
 @pytest.mark.parametrize("name", sorted(SUSPECTS))
-def test_missing_signals_are_listed_and_never_innocence(name, records_of, list_source):
+def test_missing_signals_are_listed_and_never_innocence(name, records_of):
     needs = SUSPECTS[name].needs
     wanted = {*needs.all, *needs.any} - {"loss"}
-    if not wanted:
+    if not wanted or "loss" in needs.any:
         pytest.skip("needs nothing but the loss")
     records = strip(records_of(cause="bad_shard", seed=SEEDS[0]), signals=wanted, batches=True, layers=True)
-    finding = spike_of(diagnose(list_source(records)))
-    result = next(s for s in finding.suspects if s.suspect == name)
+    kind = (SUSPECTS[name].kinds or CAUSAL_KINDS)[0]
+    told = dataclasses.replace(incident(), alarms=(alarm(kind=kind),))
+    results, _ = walk(Case(told, _frames(records)), [SUSPECTS[name]])
+    result = next(s for s in results if s.suspect == name)
     assert result.status is Status.NOT_OBSERVED
     assert wanted <= {m.signal for m in result.missing}
     assert all(m.would_tell for m in result.missing)
@@ -221,7 +225,8 @@ def test_one_observation_is_clipped_and_a_veto_is_not():
     )
     results, _ = walk(Case(incident(), []), [loud, vetoed])
     by_name = {r.suspect: r.probability for r in results}
-    expected = softmax({"loud": 3.5, "vetoed": -1.5, "undetermined": 2.0})
+    raws = {"loud": 3.5, "vetoed": -1.5, "undetermined": current().undetermined_nats}
+    expected = current().probabilities(raws)
     assert by_name == pytest.approx(expected)
 
 

@@ -174,6 +174,65 @@ def test_update_ratio_over_twice_its_median():
     assert run("update_ratio", rows)[0].step == 100
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("factor", [16, 1 / 8, 65536])
+def test_a_gradient_norm_that_changes_by_an_exact_factor(seed, factor):
+    norms = np.exp(0.06 * np.random.default_rng(seed).normal(size=600))
+    assert run("scale_change", [(s, {"grad_norm": float(v)}) for s, v in enumerate(norms)]) == []
+    off = norms.copy()
+    off[300:] *= 2.6
+    assert run("scale_change", [(s, {"grad_norm": float(v)}) for s, v in enumerate(off)]) == []
+    norms[300:] *= factor
+    (alarm,) = run("scale_change", [(s, {"grad_norm": float(v)}) for s, v in enumerate(norms)])
+    assert (alarm.signal, alarm.onset_step) == ("grad_norm", 300)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_of_two_ranks_the_one_that_left_its_own_level(seed, culprit):
+    rng = np.random.default_rng(seed)
+    norms = np.exp(0.1 * rng.normal(size=(300, 2)))
+    both = norms.copy()
+    both[200:] *= 6  # the data, or the weights: no rank differs
+    norms[200:, culprit] *= 6
+
+    def rows(values):
+        return [(s, {r: {"grad_norm_rank": float(v)} for r, v in enumerate(row)}) for s, row in enumerate(values)]
+
+    assert run("rank_outlier", rows(both)) == []
+    (alarm,) = run("rank_outlier", rows(norms))
+    assert (alarm.ranks, alarm.onset_step, alarm.step) == ((culprit,), 200, 213)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_odd_data_that_one_of_two_ranks_reads_for_some_rows_are_not_its_device(seed):
+    rng = np.random.default_rng(seed)
+    norms = np.exp(0.1 * rng.normal(size=(2000, 2)))
+    for start in range(100, 2000, 60):
+        norms[start : start + int(rng.integers(2, 8)), int(rng.integers(2))] *= 6
+    rows = [(s, {r: {"grad_norm_rank": float(v)} for r, v in enumerate(row)}) for s, row in enumerate(norms)]
+    assert run("rank_outlier", rows) == []
+
+
+def test_loss_and_gradient_norm_that_go_empty_together():
+    def rows(empty):
+        return [(s, {"lr": 1.0} if s in empty else {"loss": 2.0, "grad_norm": 1.0, "lr": 1.0}) for s in range(60)]
+
+    assert [(a.kind, a.step) for a in run("masked_non_finite", rows(range(30, 60)))] == [("non_finite", 30)]
+    every_other = [s for s in range(60) if s % 2]  # a log that never held them in each row
+    assert run("masked_non_finite", rows(every_other)) == []
+
+
+def test_steps_that_the_log_counts_as_not_finite():
+    def rows(count):
+        return [(s, {"loss": 2.0, "nan_steps": count if s == 40 else 0, "step_skipped": count}) for s in range(60)]
+
+    (alarm,) = run("non_finite", rows(3))
+    assert (alarm.signal, alarm.step, alarm.ranks) == ("loss", 40, ())
+    assert "3 of the steps" in alarm.message
+    assert run("non_finite", rows(0)) == []
+
+
 def test_masked_non_finite_three_ways():
     zero = [(s, {"loss": 0.0 if s >= 20 else 2.0, "grad_norm": math.nan if s >= 20 else 1.0}) for s in range(60)]
     assert [(a.kind, a.step) for a in run("masked_non_finite", zero)] == [("masked_non_finite", 20)]
@@ -292,6 +351,38 @@ def test_what_a_resume_did_not_restore(list_source):
     assert kinds(loss_scale=lambda _s: 65536.0) == {("loss_scale_reset", 250)}
     assert kinds(consumed_samples=lambda s: 32 * (s - 250)) == {("data_restarted", 250)}
     assert kinds(consumed_samples=lambda s: 32 * (s - 100)) == {("data_repeated", 250)}
+
+
+def rates(schedule, resumes):
+    """(attempt, step, rate): each attempt goes on where the one before ended."""
+    first = 0
+    for attempt, last in enumerate(resumes):
+        yield from ((attempt, step, schedule(attempt, step)) for step in range(first, last))
+        first = last
+
+
+@pytest.mark.parametrize(
+    ("schedule", "resumes", "alarming"),
+    [
+        # cycles of 200 steps; the third begins where the run is resumed
+        (lambda _, s: 1e-4 * (1 + math.cos(math.pi * (s % 200) / 200)), (400, 500), False),
+        # the schedule had come to its end, and the next one begins
+        (lambda a, s: 1e-4 * (1 + math.cos(math.pi * (s - 300 * a) / 300)), (300, 500), False),
+        (lambda a, s: 1e-4 * max(0.1, 1 - (s - 300 * a) / 200), (300, 500), False),
+        # nothing says that it was meant
+        (lambda a, s: 1e-4 * (1 + math.cos(math.pi * (s - 300 * a) / 600)), (300, 500), True),
+        (lambda a, s: 1e-4 * (1 + math.cos(math.pi * ((s - 300 * a) % 200) / 200)), (300, 500), True),
+    ],
+)
+def test_a_rate_that_starts_again_at_a_resume(list_source, schedule, resumes, alarming):
+    rng = np.random.default_rng(100)
+    records = [
+        record(a, s, loss=2 + math.exp(-s / 100) + float(0.02 * rng.normal()), lr=lr)
+        for a, s, lr in rates(schedule, resumes)
+    ]
+    found = diagnose(list_source(records)).findings
+    loud = [(f.kind, f.onset_step) for f in found if f.severity is not Severity.INFO]
+    assert loud == ([("lr_discontinuity", resumes[0])] if alarming else [])
 
 
 def outcome_of(list_source, series):

@@ -160,3 +160,30 @@ def test_the_monitor_loads_no_database(tmp_path: Path) -> None:
         [sys.executable, "-c", script], check=False, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_a_monitor_writes_through_the_agent_and_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path, store = str(tmp_path / "agent.sock"), str(tmp_path / "store")
+    command = [sys.executable, "-m", "runhealth.cli", "agent", "noted", "--store", store, "--socket", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        try:
+            assert agent.stdout is not None
+            agent.stdout.readline()
+            if how == "variable":
+                monkeypatch.setenv("RUNHEALTH_AGENT", path)
+            monitor = Monitor("noted", store, config={"lr": 1}, agent=path if how == "argument" else None)
+            _steps(monitor, 0, 1)
+            attempt = Path(store, "noted", "log", "a000")
+            assert [entry.name for entry in attempt.iterdir() if entry.is_dir()] == ["n00000"]
+        finally:
+            agent.kill()
+    _steps(monitor, 2, 3)
+    monitor.close()
+    assert monitor.dropped == 0
+    assert sorted(entry.name for entry in attempt.iterdir() if entry.is_dir()) == ["n00000", "r00000"]
+    steps = [record.step for record in RunTail(f"{store}/noted").read() if isinstance(record, StepRecord)]
+    assert steps == [0, 1, 2, 3]
+    assert '"lr": 1' in Path(store, "noted", "run.json").read_text()

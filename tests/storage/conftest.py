@@ -50,6 +50,16 @@ def one_step() -> Callable[..., list[Record]]:
         at = {"attempt": attempt, "step": step, "rank": rank}
         return [
             RunEvent(**at, kind="config", message="größer", ts_ns=step, data={"a": [1, None, "x"], "nan": 1.5}),
+            CheckpointRecord(
+                **at, path="checkpoints/step-1", status=CheckpointStatus.VERIFIED, seconds=0.1, size_bytes=2**40
+            ),
+            StepRecord(
+                **at, ts_ns=123456789,
+                values={
+                    "loss": 2.5 + step, "lr": 0.1, "loss_scale": 1e300, "tokens": 2**63 - 1, "negative": -(2**63),
+                    "unsigned": 2**64 - 1, "grad_norm": -0.0, "weight_norm": -INF,
+                },
+            ),
             BatchRecord(
                 **at, micro_batch=1, ts_ns=2**62, shard="shard-Ω", first_sample=-(2**63), last_sample=2**63 - 1,
                 samples=7, content_hash=2**64 - 1, shard_hash=2**63 + 1, manifest_hash=0,
@@ -59,16 +69,18 @@ def one_step() -> Callable[..., list[Record]]:
             LayerSample(**at, layer="blocks.0", values={"amax": 0.5, "overflow_count": 2**53 + 1}),
             LayerSample(**at, layer="blocks.1", values={"amax": -INF, "overflow_count": 0}),
             LayerSample(**at, layer="head", values={"weight_norm": 2.0**-149}),
-            StepRecord(
-                **at, ts_ns=123456789,
-                values={
-                    "loss": 2.5 + step, "lr": 0.1, "loss_scale": 1e300, "tokens": 2**63 - 1, "negative": -(2**63),
-                    "unsigned": 2**64 - 1, "grad_norm": -0.0, "weight_norm": -INF,
-                },
-            ),
-            CheckpointRecord(
-                **at, path="checkpoints/step-1", status=CheckpointStatus.VERIFIED, seconds=0.1, size_bytes=2**40
-            ),
         ]  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def one_step_of(one_step: Callable[..., list[Record]]) -> Callable[..., list[Record]]:
+    """The same for several ranks: first what happened on any of them, then the measurements of one rank after the
+    other."""
+
+    def make(step: int, ranks: int, attempt: int = 0) -> list[Record]:
+        by_rank = [one_step(step, rank, attempt) for rank in range(ranks)]
+        return [one for records in by_rank for one in records[:2]] + [one for records in by_rank for one in records[2:]]
 
     return make

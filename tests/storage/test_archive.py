@@ -20,14 +20,16 @@ LogFor = Callable[..., RankLog]
 
 
 @pytest.fixture
-def written(log_for: LogFor, one_step: Callable[..., list[Record]]) -> list[Record]:
+def written(
+    log_for: LogFor, one_step: Callable[..., list[Record]], one_step_of: Callable[..., list[Record]]
+) -> list[Record]:
     with log_for(0) as zero, log_for(1) as one:
         for number in range(40):
             zero.append(one_step(number, 0))
             one.append(one_step(number, 1))
     with log_for(0, "second") as again:
         again.append(one_step(30, 0, attempt=1))
-    first = [record for number in range(40) for rank in (0, 1) for record in one_step(number, rank)]
+    first = [record for number in range(40) for record in one_step_of(number, 2)]
     return first + one_step(30, 0, attempt=1)
 
 

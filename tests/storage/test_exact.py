@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import duckdb
 import pytest
 
 from runhealth.storage.publish import Publisher
@@ -60,8 +61,20 @@ def test_doubles_keep_all_digits(log_for: LogFor, run: RunInfo) -> None:
             LayerSample(attempt=0, step=0, rank=0, layer="a", values={"amax": 0.1}),
         ])  # fmt: skip
     Publisher(run.path).publish(seal=True)
-    layer, step = RunReader.open(run.path).records()
+    step, layer = RunReader.open(run.path).records()
     assert isinstance(layer, LayerSample)
     assert isinstance(step, StepRecord)
     assert dict(layer.values) == {"amax": 0.1}
     assert dict(step.values) == values
+
+
+def test_integers_of_one_part_and_floats_of_another_under_one_name(log_for: LogFor, run: RunInfo) -> None:
+    values = [2**24 + 1, 0.5, 2**24 + 3, 2**53, 0.25]  # a float of single precision holds no odd integer beyond 2^24
+    with log_for() as log:
+        for number, value in enumerate(values):
+            log.append([StepRecord(attempt=0, step=number, rank=0, values={"free": value})])
+            Publisher(run.path).publish(seal=True)
+    reader = RunReader.open(run.path)
+    assert reader.sql("SELECT free FROM steps ORDER BY step")["free"].to_list() == [float(value) for value in values]
+    with duckdb.connect(f"{run.path}/run.duckdb", read_only=True) as client:
+        assert client.execute("SELECT free FROM steps ORDER BY step").fetchall() == [(float(v),) for v in values]

@@ -24,8 +24,8 @@ from runhealth.storage.ranklog import RankLog
 from runhealth.storage.reader import RunReader
 from runhealth.storage.records import Record, StepRecord
 from runhealth.storage.retention import retire_logs
-from runhealth.storage.store import RunInfo
-from runhealth.storage.tail import RetiredLogError, RunTail
+from runhealth.storage.store import RunInfo, Store
+from runhealth.storage.tail import RetiredLogError, RunTail, order
 
 LogFor = Callable[..., RankLog]
 OneStep = Callable[..., list[Record]]
@@ -219,6 +219,80 @@ def test_a_follower_too_far_behind_is_told(log_for: LogFor, run: RunInfo) -> Non
         behind.read()
     assert sleeper.sql("SELECT count(*) FROM steps").item() == 31  # looks at the published run anew
     log.close()
+
+
+def test_a_poller_too_far_behind_takes_the_rest_from_the_parts(
+    log_for: LogFor, run: RunInfo, one_step: OneStep
+) -> None:
+    logs = [log_for(rank, segment_bytes=3000) for rank in (0, 1)]
+    poller = RunReader.open(run.path)
+
+    def write(first: int, last: int) -> list[Record]:
+        for number in range(first, last):
+            for rank, log in enumerate(logs):
+                log.append(one_step(number, rank))
+        return [one for number in range(first, last) for rank in (0, 1) for one in one_step(number, rank)]
+
+    def seal() -> None:
+        Publisher(run.path, retention_s=0.0).publish(seal=True)
+
+    got = poller.poll()
+    wanted = write(0, 5)
+    got += poller.poll()
+    assert sorted(got, key=order) == sorted(wanted, key=order)
+    for first in (5, 15, 25):
+        wanted += write(first, first + 10)
+        seal()
+    wanted += write(35, 37)
+    assert not Path(logs[0].path, "000000.rlog").exists()
+    while fresh := poller.poll():
+        got += fresh
+    assert sorted(got, key=order) == sorted(wanted, key=order)
+    assert got[-1].step == 36
+    wanted += write(37, 50)
+    seal()
+    wanted += write(50, 51)
+    while fresh := poller.poll():
+        got += fresh
+    assert sorted(got, key=order) == sorted(wanted, key=order)
+    for log in logs:
+        log.close()
+
+
+KILLED = """
+import os, signal, sys
+from runhealth.storage.ranklog import RankLog
+from runhealth.storage.records import StepRecord
+log = RankLog.create(sys.argv[1], 0)
+log.append([StepRecord(attempt=0, step=step, rank=0) for step in range(3)])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_last_segment_of_a_killed_writer_goes_once_another_attempt_is_there(
+    store: Store, run: RunInfo, log_for: LogFor
+) -> None:
+    claim = store.claim_attempt(run, "first")
+    subprocess.run([sys.executable, "-c", KILLED, claim.path], check=False)
+    left = Path(claim.path, "r00000", "000000.rlog")
+    seal = Publisher(run.path, retention_s=0.0).publish
+    assert seal(seal=True).retired == 0  # it says that its writer did not end
+    poller = RunReader.open(run.path)
+    assert [record.step for record in poller.poll()] == [0, 1, 2]
+    living = log_for(0, "second")
+    living.append([StepRecord(attempt=1, step=2, rank=0)])
+    other = log_for(1, "first")  # a writer of the first attempt that lives
+    other.append([StepRecord(attempt=0, step=2, rank=1)])
+    assert seal(seal=True).retired == 1
+    assert not left.exists()
+    assert Path(other.path, "000000.rlog").exists()
+    other.append([StepRecord(attempt=0, step=3, rank=1)])
+    keys = [(0, 2, 1), (0, 3, 1), (1, 2, 0)]
+    assert sorted((r.attempt, r.step, r.rank) for r in [*poller.poll(), *poller.poll()]) == keys
+    everything = [(record.attempt, record.step, record.rank) for record in RunReader.open(run.path).records()]
+    assert everything == [(0, 0, 0), (0, 1, 0), (0, 2, 0), *keys]
+    for log in (living, other):
+        log.close()
 
 
 def test_a_full_disk_while_sealing_is_reported_and_survived(log_for: LogFor, run: RunInfo) -> None:

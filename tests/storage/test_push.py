@@ -74,7 +74,7 @@ def store_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pushed_run_is_queried_there_and_seen_to_grow(
-    store_url: str, run: RunInfo, log_for: LogFor, one_step: OneStep
+    store_url: str, run: RunInfo, log_for: LogFor, one_step: OneStep, one_step_of: OneStep
 ) -> None:
     log, publisher = log_for(), Publisher(run.path)
     zero, one = log, log_for(1)
@@ -84,7 +84,7 @@ def test_a_pushed_run_is_queried_there_and_seen_to_grow(
     for number in range(12):
         for rank, each in ((0, zero), (1, one)):
             each.append(one_step(number, rank))
-            written += one_step(number, rank)
+        written += one_step_of(number, 2)
         publisher.publish(seal=number in (3, 7))
         if number == 9:  # the next publication has its rows in another order
             shutil.rmtree(f"{run.path}/.publish")

@@ -34,7 +34,7 @@ def open_run(run: RunInfo) -> RunReader:
 
 
 @pytest.fixture
-def three_logs(log_for: LogFor, one_step: OneStep) -> list[Record]:
+def three_logs(log_for: LogFor, one_step: OneStep, one_step_of: OneStep) -> list[Record]:
     """Two ranks and a restart, written interleaved; returns what a reader must give out, in order."""
     logs = {(0, rank): log_for(rank, "first") for rank in (0, 1)}
     for number in range(5):
@@ -45,7 +45,7 @@ def three_logs(log_for: LogFor, one_step: OneStep) -> list[Record]:
         logs[1, 0].append(one_step(number, 0, attempt=1))
     for log in logs.values():
         log.close()
-    wanted = [record for number in range(5) for rank in (0, 1) for record in one_step(number, rank)]
+    wanted = [record for number in range(5) for record in one_step_of(number, 2)]
     return wanted + [record for number in range(3, 6) for record in one_step(number, 0, attempt=1)]
 
 
@@ -296,21 +296,42 @@ def test_a_store_on_another_file_system_can_be_read(three_logs: list[Record], ru
         memory.rm("/bucket", recursive=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_opens_the_run_anew(log_for: LogFor, run: RunInfo) -> None:
-    log = log_for()
-    log.append([step(0)])
-    reader = open_run(run)
-    assert reader.sql("SELECT count(*) FROM steps").item() == 1
-    before = reader._view
-    log.append([step(1)])
-    real, reader._pid = reader._pid, -1  # as a child finds it; a real fork of a process with threads may hang
-    assert reader.sql("SELECT count(*) FROM steps").item() == 2
-    assert reader._view is not before
-    assert reader._pid == real
-    log.close()
-    if before is not None:
-        before.close()
+FORK = """
+import os, signal, sys, warnings
+from pathlib import Path
+from runhealth.storage.ranklog import RankLog
+from runhealth.storage.reader import RunReader
+from runhealth.storage.records import StepRecord
+
+warnings.simplefilter("ignore")  # a process with threads is forked here, as loader workers are
+log = RankLog.create(sys.argv[1], 0)
+log.append([StepRecord(attempt=0, step=0, rank=0)])
+reader = RunReader.open(sys.argv[2])
+count = "SELECT count(*) FROM steps"
+assert reader.sql(count).item() == 1
+log.append([StepRecord(attempt=0, step=1, rank=0)])
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends a child that hangs
+    assert reader.sql(count).item() == 2
+    assert [record.step for record in reader.poll()] == [0, 1]
+    reader.close()
+    print("child", flush=True)
+    sys.exit(0)  # with all that is done at exit
+assert os.waitpid(child, 0)[1] == 0
+assert reader._view._scratch.exists()
+assert reader.sql(count).item() == 2
+print("parent")
+"""
+
+
+def test_a_forked_child_opens_the_run_anew(store: Store, run: RunInfo) -> None:
+    claim = store.claim_attempt(run, "first")
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, claim.path, run.path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["child", "parent"]
 
 
 def test_a_run_that_cannot_be_written_can_be_read(three_logs: list[Record], run: RunInfo) -> None:

@@ -3,6 +3,11 @@
 import argparse
 import json
 import math
+import random
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from runhealth.storage.ranklog import RankLog
 from runhealth.storage.reader import RunReader
 from runhealth.storage.records import CheckpointRecord, CheckpointStatus, LayerSample, Record, RunEvent, StepRecord
 from runhealth.storage.schema import ALL_TABLES, MIGRATIONS, PARTS
-from runhealth.storage.store import RunInfo, Store
+from runhealth.storage.store import RunInfo, Store, read_run
 from runhealth.storage.usage import usage
 
 LogFor = Callable[..., RankLog]
@@ -82,6 +87,58 @@ def test_pruning_keeps_what_happened_and_the_extremes(long_run: RunInfo, sealed:
     Path(long_run.path, ".publish", "private.duckdb").write_bytes(b"no database" * 999)
     Publisher(long_run.path).publish()
     assert len(RunReader.open(long_run.path).sql("SELECT * FROM steps")) > 0
+
+
+PRUNE = """
+import sys
+from runhealth.storage.prune import prune
+from runhealth.storage.store import read_run
+from runhealth.storage import publish  # imported before the clock starts
+run = read_run(sys.argv[1])
+print("begin", flush=True)
+prune(run)
+"""
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_prune_killed_anywhere_leaves_the_whole_run_or_the_thinned_one(
+    long_run: RunInfo, tmp_path: Path, sealed: bool
+) -> None:
+    Publisher(long_run.path).publish(seal=sealed)
+    query = "SELECT * FROM steps ORDER BY attempt, step, rank"
+    whole = RunReader.open(long_run.path).sql(query)
+
+    def start(name: str) -> tuple[Path, subprocess.Popen[str]]:
+        copy = tmp_path / name
+        shutil.copytree(long_run.path, copy)
+        process = subprocess.Popen([sys.executable, "-c", PRUNE, str(copy)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begin\n"
+        return copy, process
+
+    copy, process = start("reference")
+    started = time.monotonic()
+    process.communicate(timeout=120)
+    seconds = time.monotonic() - started
+    thinned = RunReader.open(str(copy)).sql(query)
+    assert len(thinned) < len(whole)
+    rng, kills = random.Random(7), 0
+    for number in range(3):
+        copy, process = start(f"copy-{number}")
+        time.sleep(seconds * rng.uniform(0.1, 0.9))
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+        left = RunReader.open(str(copy)).sql(query)
+        assert left.equals(whole, null_equal=True) or left.equals(thinned, null_equal=True), number
+        run = read_run(str(copy))
+        assert run is not None
+        prune(run)
+        again = RunReader.open(str(copy))
+        assert again.sql(query).equals(thinned, null_equal=True)
+        assert not list(copy.glob("parts/*")) + list(copy.glob("log/a*/r*/*.rlog"))
+        assert again.describe().notes == ()
+    assert kills >= 2
 
 
 def test_a_run_that_is_written_to_is_not_pruned(log_for: LogFor, run: RunInfo) -> None:

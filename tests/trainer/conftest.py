@@ -2,9 +2,12 @@
 
 import dataclasses
 import multiprocessing
+import runpy
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +32,65 @@ TINY = TrainConfig(
 )
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["runhealth.trainer.worker"])
+_CONTEXT.set_forkserver_preload(["runhealth.trainer.worker", "torch.distributed.pipelining"])
+
+
+_RANKS = str(Path(__file__).with_name("ranks.py"))
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[..., dict[str, list[float]]]:
+    """`alone(config, steps)`: single-process training by a plain loop."""
+    return runpy.run_path(_RANKS)["alone"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[int, Any]]:
+    """`run(n, job, *arguments)` -> {rank: result}: a job of ranks.py on n ranks, one process each. An exception of a
+    rank fails the test with its traceback."""
+
+    def start(n: int, job: str, *arguments: Any, timeout_s: float = 100.0) -> dict[int, Any]:
+        results = _CONTEXT.SimpleQueue()
+        rendezvous = f"file://{tmp_path}/{uuid.uuid4().hex}"
+        ranks = [
+            _CONTEXT.Process(
+                target=runpy.run_path,
+                args=(_RANKS, {"work": (job, rank, n, rendezvous, arguments, results)}, "__ranks__"),
+                daemon=True,
+            )
+            for rank in range(n)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(n, ranks, results, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.join()
+            results.close()
+
+    return start
+
+
+def _collect(n: int, ranks: list[Any], results: Any, timeout_s: float) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < n and time.monotonic() < deadline:
+        if results.empty():
+            codes = [process.exitcode for process in ranks]
+            assert not any(codes), f"exit codes {codes}, results of ranks {sorted(found)}"
+            time.sleep(0.005)
+            continue
+        rank, result, trace = results.get()
+        assert not trace, f"rank {rank}:\n{trace}"
+        found[rank] = result
+    assert len(found) == n, f"no result after {timeout_s} s of ranks {sorted(set(range(n)) - set(found))}"
+    for process in ranks:
+        process.join(20)
+    assert [process.exitcode for process in ranks] == [0] * n
+    return dict(sorted(found.items()))
 
 
 @pytest.fixture(scope="session")

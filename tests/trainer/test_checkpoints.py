@@ -26,6 +26,7 @@ def make(run: Path, step: int, attempt: int = 0, finite: bool = True) -> Path:
 def edit(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
     path = folder / checkpoints.MANIFEST
     raw = json.loads(path.read_text())
+    del raw["xxh3_64"]  # its own hash would say first that it was changed
     change(raw)
     path.write_text(json.dumps(raw))
 
@@ -47,6 +48,13 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def flip_digit_in_manifest(folder: Path) -> None:
+    path = folder / checkpoints.MANIFEST
+    text = path.read_text()
+    at = text.index('"xxh3_64": "') + len('"xxh3_64": "')
+    path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (flip_bit, r"__0_0\.distcp: expected xxh3"),
     "lost page": (lose_page, r"__0_0\.distcp: expected xxh3"),
@@ -55,6 +63,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing metadata": (lambda f: (f / ".metadata").unlink(), r"\.metadata: expected a file"),
     "half written": (lambda f: (f / "MANIFEST.json").unlink(), r"MANIFEST\.json: missing"),
     "stale shard": (lambda f: (f / "__2_0.distcp").write_bytes(b"x"), r"__2_0\.distcp: a shard that the manifest"),
+    "manifest changed": (flip_digit_in_manifest, r"MANIFEST\.json: expected xxh3 \w+ over its content"),
     "manifest cut": (lambda f: (f / "MANIFEST.json").write_text('{"version": 1,'), r"as JSON"),
     "other version": (lambda f: edit(f, lambda raw: raw.update(version=9)), r"version 1, met 9"),
     "no files": (lambda f: edit(f, lambda raw: raw.update(files=[])), r"list of files"),
@@ -70,6 +79,16 @@ def test_damage_is_refused_and_the_file_is_named(tmp_path: Path, kind: str):
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         checkpoints.verify(str(folder))
+
+
+def test_every_damaged_file_is_named(tmp_path: Path):
+    folder = make(tmp_path, 100)
+    flip_bit(folder)
+    (folder / ".metadata").write_bytes(b"")
+    (folder / "__5_0.distcp").write_bytes(b"x")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoints.verify(str(folder))
+    assert all(f"{name}:" in str(refused.value) for name in (".metadata", "__0_0.distcp", "__5_0.distcp"))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/b", "", "a\\b", 7])
@@ -99,6 +118,19 @@ def test_the_newest_verified_is_chosen_and_reasons_are_given(tmp_path: Path):
     assert info.step == 200
     assert [bad.step for bad, _ in failed] == [400, 300]
     assert "NaN or Inf" in failed[0][1]
+
+
+def test_only_what_an_interrupted_save_left_is_swept_away(tmp_path: Path):
+    make(tmp_path, 100)
+    damaged = make(tmp_path, 200)
+    (damaged / checkpoints.MANIFEST).unlink()  # all shards were written: somebody may want them
+    unfinished = tmp_path / checkpoints.relative_path(300, 2)
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    assert checkpoints.sweep(str(tmp_path)) == [checkpoints.relative_path(300, 2)]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["notes", "step-00000100", "step-00000200"]
 
 
 def test_a_second_attempt_has_a_folder_of_its_own(tmp_path: Path):

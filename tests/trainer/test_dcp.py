@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from runhealth.storage.errors import CheckpointError
-from runhealth.trainer import checkpoints, dcp
+from runhealth.trainer import async_save, checkpoints, dcp
+from runhealth.trainer.async_save import SaveOutcome
 from runhealth.trainer.config import ModelConfig
 from runhealth.trainer.model import Transformer, build
 
@@ -31,9 +32,8 @@ def trained(seed: int, config: ModelConfig = CONFIG) -> tuple[Transformer, torch
     return model, optimizer
 
 
-def save(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> dcp.SaveOutcome:
-    state = dcp.state_of(model, optimizer, 7, 0)
-    return dcp.save(str(run), state, step=7, attempt=0, rank=0, world=1)
+def save(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> SaveOutcome:
+    return async_save.save(str(run), dcp.state_of(model, optimizer, 7, 0), step=7, attempt=0)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path):

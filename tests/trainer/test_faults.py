@@ -18,14 +18,23 @@ def make(config: TrainConfig, text: str) -> Fault:
     return create(FaultSpec.parse(text), FaultContext(config=config, plan=plan, rank=0))
 
 
+CAUSES = {
+    "adam_staleness", "bad_shard", "benign", "checkpoint_io", "clip_breach", "comm_straggler", "compute_straggler",
+    "data_order", "dataloader_stall", "dead_layer", "dead_rank", "eval_drift", "fp_overflow", "gc_pause", "hang",
+    "logit_growth", "loss_scale", "lr_change", "memory", "not_stepping", "optimizer_state", "replica_desync",
+    "reporting_artifact", "router_collapse", "silent_corruption",
+}  # fmt: skip
+
+
 def test_every_fault_has_a_label_in_the_words_of_the_suspects(tiny: TrainConfig):
-    causes = {"bad_shard", "fp_overflow", "clip_breach", "lr_change"}
-    assert {make(tiny, name).label().cause for name in registry()} == causes
+    assert {make(tiny, name).label().cause for name in registry()} == CAUSES
     for name in registry():
         label = make(tiny, f"{name}:step=100").label()
         assert label.fault == name
-        assert label.onset_step <= 100
+        assert label.onset_step <= 100 + tiny.checkpoint.every
         assert label.last_step is None or label.last_step >= label.onset_step
+        assert label.ranks
+        assert set(label.ranks) <= set(range(tiny.world))
 
 
 def test_bad_shard_changes_one_shard_and_says_which(tiny: TrainConfig):
@@ -43,6 +52,9 @@ def test_bad_shard_changes_one_shard_and_says_which(tiny: TrainConfig):
     assert bad == fault.tamper(label.shards[0], blob)
     assert set(make(tiny, "bad_shard:step=100,mode=zeros").tamper(label.shards[0], blob)) == {0}
     assert make(tiny, "bad_shard:step=100,mode=repeat").tamper(label.shards[0], blob)[16:32] == blob[:16]
+    shuffled = make(tiny, "bad_shard:step=100,mode=shuffle").tamper(label.shards[0], blob)
+    assert shuffled != blob
+    assert sorted(shuffled) == sorted(blob)
 
 
 def test_lr_change_acts_in_its_window_only(tiny: TrainConfig):
@@ -85,7 +97,7 @@ def test_clip_breach_adds_noise_of_the_norm_it_promises(tiny: TrainConfig):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no_such", "expected one of bad_shard"),
+        ("no_such", "expected one of adam_staleness"),
         ("bad_shard:shard=3", "unknown parameter 'shard'"),
         ("bad_shard:step=soon", "expected step as int, met 'soon'"),
         ("bad_shard:mode=rot13", "expected mode out of noise"),

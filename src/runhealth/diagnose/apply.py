@@ -3,11 +3,11 @@
 import fcntl
 import json
 import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from runhealth.diagnose.plans import RollbackPlan
+from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import PlanError, StoreError
 
 PLANS = "plans"
@@ -38,16 +38,10 @@ def write_atomically(path: str, text: str) -> None:
         StoreError: the folder cannot be written.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_whole(target, text.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import Ahead, take
+from runhealth.storage.blocks import BatchColumns, Floats, StepBlock, batch_record
 from runhealth.storage.records import BatchRecord
 
 # statistic -> smallest sigma that is believed, in its own unit (bits, shares)
@@ -25,7 +29,7 @@ Z_OUTLIER = 6.0  # for an outlier that stands by itself
 RELEARN_BATCHES = 512
 WINDOW_BATCHES = 512
 EVERY_BATCHES = 64  # batches between two computations of a habit
-_FLOORS = tuple(SIGMA_FLOORS.items())
+MOST_AHEAD = 1 << 15  # batches whose habits are computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +88,12 @@ class BatchHabit:
         for batch in batches:
             deviations: list[Deviation] = []
             values = batch.values
-            for signal, floor in _FLOORS:
-                value = values.get(signal)
-                if value is None:
+            for signal in SIGMA_FLOORS:
+                number = values.get(signal)
+                if number is None:
                     continue
-                habit = habits.get(signal)
-                if habit is None:
-                    habit = habits[signal] = _Habit(floor)
+                value = float(number)
+                habit = habits.get(signal) or self._habit(signal)
                 if habit.low < value < habit.high and habit.baseline.since < EVERY_BATCHES:
                     habit.baseline.push(value)
                     habit.outlying = 0
@@ -103,6 +106,73 @@ class BatchHabit:
             if deviations or mismatch:
                 found.append(BatchOutlier(batch=batch, deviations=tuple(deviations), hash_mismatch=mismatch))
         return tuple(found)
+
+    def judge_columns(
+        self, batches: BatchColumns, block: StepBlock, first: int, stop: int
+    ) -> dict[int, tuple[BatchOutlier, ...]]:
+        """`judge` of the rows from `first` to before `stop`; only rows with outliers are returned."""
+        low, high = np.searchsorted(batches.row, (first, stop)).tolist()
+        deviations: dict[int, list[Deviation]] = {}
+        for signal in SIGMA_FLOORS:
+            column = batches.columns.get(signal)
+            if column is None:
+                continue
+            values, places = column.values[low:high].astype(np.float64), np.arange(low, high)
+            if column.present is not None:
+                there = column.present[low:high]
+                values, places = values[there], places[there]
+            for place, deviation in self._judge_values(signal, values):
+                deviations.setdefault(int(places[place]), []).append(deviation)
+        mismatches: set[int] = set()
+        if batches.shard_hash[low:high] != batches.manifest_hash[low:high]:
+            hashes = zip(batches.shard_hash[low:high], batches.manifest_hash[low:high], strict=True)
+            mismatches = {
+                low + place
+                for place, (read, meant) in enumerate(hashes)
+                if read != meant and read is not None and meant is not None
+            }
+        found: dict[int, list[BatchOutlier]] = {}
+        for k in sorted(deviations.keys() | mismatches):
+            row = int(batches.row[k])
+            batch = batch_record(batches, k, block.attempt, int(block.steps[row]))
+            outlier = BatchOutlier(batch=batch, deviations=tuple(deviations.get(k, ())), hash_mismatch=k in mismatches)
+            found.setdefault(row, []).append(outlier)
+        return {row: tuple(outliers) for row, outliers in found.items()}
+
+    def _judge_values(self, signal: str, values: Floats) -> list[tuple[int, Deviation]]:
+        """One statistic of many batches: what deviates, with its place."""
+        found = []
+        numbers = values.tolist()
+        at = 0
+        length = EVERY_BATCHES
+        while at < len(numbers):
+            habit = self._habit(signal)
+            baseline = habit.baseline
+            if not habit.low < numbers[at] < habit.high or baseline.since >= EVERY_BATCHES:
+                deviation = self._closely(signal, habit, numbers[at]) if math.isfinite(numbers[at]) else None
+                if deviation is not None:
+                    found.append((at, deviation))
+                    length = EVERY_BATCHES
+                at += 1
+                continue
+            ahead = values[at : at + length]
+            looks = Ahead(baseline, ahead)
+            center, extent = looks.center(), Z_EXTENT * looks.sigma()
+            low, high = center - extent, center + extent
+            usual = (low < ahead) & (ahead < high)
+            quiet = len(ahead) if usual.all() else int(usual.argmin())
+            take(baseline, ahead[:quiet])
+            habit.low, habit.high = float(low[quiet - 1]), float(high[quiet - 1])
+            habit.outlying = 0
+            at += quiet
+            length = min(4 * length, MOST_AHEAD) if quiet == len(ahead) else EVERY_BATCHES
+        return found
+
+    def _habit(self, signal: str) -> _Habit:
+        habit = self._habits.get(signal)
+        if habit is None:
+            habit = self._habits[signal] = _Habit(SIGMA_FLOORS[signal])
+        return habit
 
     def _closely(self, signal: str, habit: _Habit, value: float) -> Deviation | None:
         baseline = habit.baseline

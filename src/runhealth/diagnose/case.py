@@ -1,7 +1,7 @@
 """A case: one incident, and telemetry that answers only up to a horizon. Live and post-mortem see the same."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 
 from runhealth.diagnose.batches import BatchOutlier
@@ -12,6 +12,7 @@ from runhealth.storage.records import BatchRecord, LayerSample
 
 BEFORE_FRAMES = 192
 NAN_TELLS = frozenset({"loss", "eval_loss", "grad_norm", "grad_norm_rank"})  # elsewhere a NaN is no measurement
+LAYER_PREFIX = "layer."
 GUARD_FRAMES = 5  # frames before the onset that belong neither to the baseline nor to the incident
 
 
@@ -19,11 +20,21 @@ class Case:
     """What a suspect may look at.
 
     `frames` are in step order and end at the horizon; `before` are those that lie more than 5 frames before the onset
-    (of earlier attempts too, as far as they were not superseded), `around` the rest.
+    (of earlier attempts too, as far as they were not superseded), `around` the rest. `met` are the signals of the whole
+    run, where they are known: one that is not among them is not looked for.
     """
 
-    def __init__(self, incident: Incident, frames: Sequence[Frame], *, loss_back_step: int | None = None) -> None:
+    def __init__(
+        self,
+        incident: Incident,
+        frames: Sequence[Frame],
+        *,
+        loss_back_step: int | None = None,
+        met: Set[str] | None = None,
+    ) -> None:
         self.incident = incident
+        self._met = met
+        self._has: dict[str, bool] = {}
         self.onset_step = incident.onset_step
         self.loss_back_step = loss_back_step
         start = next(
@@ -51,28 +62,46 @@ class Case:
     def loss_moved(self) -> bool:
         return any(a.signal == "loss" for a in self.incident.alarms)
 
+    @property
+    def cause_until(self) -> int:
+        """The last step at which a signal still counts as before what it is to explain: updates are measured after
+        the loss of their step, so one of the step in which the loss moved is a consequence."""
+        return self.loss_step - 1 if self.loss_moved else self.loss_step
+
     def alarms(self, signal: str) -> list[Alarm]:
         return [a for a in self.incident.alarms if a.signal == signal]
 
+    def has(self, signal: str) -> bool:
+        """Was it recorded? Step and batch signals go by their names, layer signals carry the prefix `layer.`."""
+        found = self._has.get(signal)
+        if found is None:
+            found = self._has[signal] = (self._met is None or signal in self._met) and self._find(signal)
+        return found
+
+    def _find(self, signal: str) -> bool:
+        if signal.startswith(LAYER_PREFIX):
+            return signal.removeprefix(LAYER_PREFIX) in self._layer_signals
+        if signal in NAN_TELLS:
+            of_step = any(frame.get(signal) is not None for frame in self.frames)
+        else:
+            of_step = any(frame.largest(signal) is not None for frame in self.frames)
+        return of_step or signal in self._batch_signals
+
     @cached_property
-    def signals(self) -> frozenset[str]:
-        """Names of what was recorded: step and batch signals as they are, layer signals with the prefix `layer.`."""
+    def _batch_signals(self) -> set[str]:
         found: set[str] = set()
         for frame in self.frames:
-            for values in frame.ranks.values():
-                found.update(name for name, value in values.items() if value == value or name in NAN_TELLS)
             for batch in frame.batches:
                 found.update(batch.values)
                 if batch.shard_hash is not None and batch.manifest_hash is not None:
                     found.add("shard_hash")
                 if batch.shard:
                     found.add("shard")
-            for sample in frame.layers:
-                found.update(f"layer.{name}" for name in sample.values)
-        return frozenset(found)
+        return found
 
-    def has(self, signal: str) -> bool:
-        return signal in self.signals
+    @cached_property
+    def _layer_signals(self) -> set[str]:
+        return {name for frame in self.frames for sample in frame.layers for name in sample.values}
 
     def between(self, first: int, last: int) -> list[Frame]:
         """The incident's own frames of these steps; those of earlier attempts serve as baseline only."""

@@ -8,8 +8,9 @@ from runhealth.diagnose.explain import absent_for, checked_kinds
 from runhealth.diagnose.report.json import SCHEMA_VERSION
 from runhealth.diagnose.report.plain import Style, safe
 from runhealth.diagnose.suspect import EXTRA_TELLS, load_suspects, would_tell
+from runhealth.storage.blocks import BlockSource, StepBlock
 from runhealth.storage.errors import NoUsableDataError
-from runhealth.storage.records import BatchRecord, LayerSample, SourceInfo, StepRecord
+from runhealth.storage.records import BatchRecord, LayerSample, Record, SourceInfo, StepRecord
 from runhealth.storage.signals import BATCH_SIGNALS, STEP_SIGNALS, lookup
 from runhealth.storage.source import RecordSource
 
@@ -56,6 +57,32 @@ class _Counts:
     steps: int = 0
     _last: tuple[int, int] | None = None
 
+    def add(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.add_step(record.attempt, record.step)
+            self.patterns[record.rank, "", tuple(record.values)] += 1
+        elif isinstance(record, LayerSample):
+            self.patterns[record.rank, record.layer, tuple(f"layer.{name}" for name in record.values)] += 1
+        elif isinstance(record, BatchRecord) and record.micro_batch == 0:
+            names = [*record.values]
+            names += ["shard"] if record.shard else []
+            names += ["shard_hash"] if record.shard_hash is not None else []
+            self.patterns[record.rank, "", tuple(names)] += 1
+
+    def add_block(self, block: StepBlock) -> None:
+        if block.batches is not None or block.layers is not None:
+            for record in block.records():
+                self.add(record)
+            return
+        self.steps += len(block) - ((block.attempt, int(block.steps[0])) == self._last)
+        self._last = (block.attempt, int(block.steps[-1]))
+        for at, rank in enumerate(block.ranks):
+            self.patterns[rank, "", ()] += len(block)
+            for name, column in block.columns.items():
+                count = len(block) if column.present is None else int(column.present[:, at].sum())
+                if count:
+                    self.patterns[rank, "", (name,)] += count
+
     def add_step(self, attempt: int, step: int) -> None:
         if (attempt, step) != self._last:
             self._last = (attempt, step)
@@ -65,17 +92,11 @@ class _Counts:
 def examine(source: RecordSource) -> Examination:
     """Read everything once. Raises NoUsableDataError when not a single step was read."""
     counts = _Counts()
-    for record in source.records():
-        if isinstance(record, StepRecord):
-            counts.add_step(record.attempt, record.step)
-            counts.patterns[record.rank, "", tuple(record.values)] += 1
-        elif isinstance(record, LayerSample):
-            counts.patterns[record.rank, record.layer, tuple(f"layer.{name}" for name in record.values)] += 1
-        elif isinstance(record, BatchRecord) and record.micro_batch == 0:
-            names = [*record.values]
-            names += ["shard"] if record.shard else []
-            names += ["shard_hash"] if record.shard_hash is not None else []
-            counts.patterns[record.rank, "", tuple(names)] += 1
+    for item in source.blocks() if isinstance(source, BlockSource) else source.records():
+        if isinstance(item, StepBlock):
+            counts.add_block(item)
+        else:
+            counts.add(item)
     info = source.describe()
     if not counts.steps:
         raise NoUsableDataError(f"{info.source}: expected at least one training step, met none")

@@ -4,24 +4,30 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from runhealth.diagnose import event_facts
+from runhealth.diagnose import event_facts, second_opinion
+from runhealth.diagnose.bank import DetectorBank
 from runhealth.diagnose.batches import BatchHabit
 from runhealth.diagnose.case import Case
-from runhealth.diagnose.detector import Detector, detector_classes
+from runhealth.diagnose.causes import FactCauses
+from runhealth.diagnose.detector import CHANNEL
 from runhealth.diagnose.findings import Alarm, Finding, Missing, Outcome, Report, Severity, SuspectResult
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame, FrameAssembler
 from runhealth.diagnose.history import History, decimate
-from runhealth.diagnose.incident import CAUSAL_KINDS, IncidentTracker, Tracked
+from runhealth.diagnose.incident import IncidentTracker
 from runhealth.diagnose.judge import walk
 from runhealth.diagnose.persists import Limit, lasts, limit_of
 from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
-from runhealth.diagnose.verdicts import fact_of, findings_of, merge
+from runhealth.diagnose.tracked import CAUSAL_KINDS, Tracked
+from runhealth.diagnose.verdicts import findings_of, merge
+from runhealth.storage.blocks import StepBlock
 from runhealth.storage.errors import PlanError
 from runhealth.storage.records import (
     BatchRecord,
@@ -33,7 +39,6 @@ from runhealth.storage.records import (
     StepRecord,
 )
 
-REPLAY_FRAMES = 256  # frames before a restart that rebuild the detectors' baselines
 NEARBY_STEPS = 8
 CURVE_BEFORE_STEPS = 40
 KEY_SIGNALS = ("loss", "grad_norm", "lr", "update_ratio", "grad_norm_rank", "token_entropy")
@@ -75,12 +80,9 @@ class Engine:
         self._habit = BatchHabit()
         self._history = History()
         self._tracker = IncidentTracker()
-        self._classes = {cls.name: cls for cls in detector_classes()}
-        self._detectors: dict[str, Detector] = {name: cls() for name, cls in self._classes.items()}
-        self._updates: list[Callable[[Frame], list[Alarm]]] = []
-        self._bound_signals = 0
-        self._bind()
+        self._bank = DetectorBank()
         self._facts: list[Alarm] = []
+        self._causes = FactCauses(self._suspects, self._history)
         self._judged: dict[str, _Judged] = {}
         self._told: dict[str, str] = {}
         self._finished = False
@@ -113,10 +115,11 @@ class Engine:
         for frame in self._assembler.finish():
             self._frame(frame)
         if not self._finished:
-            for detector in self._detectors.values():
-                self._note([a for a in detector.finish() if self._in_window(a) and a.kind not in CAUSAL_KINDS])
+            for alarms in self._bank.finish():
+                self._note([a for a in alarms if self._in_window(a) and a.kind not in CAUSAL_KINDS])
             for tracked in self._tracker.end_attempt():
                 self._walk(tracked)
+            self._causes.look(self._history.frames, last=True)
             self._finished = True
         return self._changed()
 
@@ -144,8 +147,9 @@ class Engine:
                 "habit": self._habit.state_dict(),
                 "history": self._history.state_dict(),
                 "tracker": self._tracker.state_dict(),
-                "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
+                "detectors": self._bank.state_dict(),
                 "facts": self._facts,
+                "causes": self._causes.state_dict(),
                 "judged": self._judged,
                 "told": self._told,
                 "window": self._window,
@@ -159,11 +163,10 @@ class Engine:
         self._habit.load_state_dict(state["habit"])
         self._history.load_state_dict(state["history"])
         self._tracker.load_state_dict(state["tracker"])
-        for name, detector in self._detectors.items():
-            detector.load_state_dict(state["detectors"][name])
+        self._bank.load_state_dict(state["detectors"], self._history.signals)
         self._facts, self._judged, self._told = state["facts"], state["judged"], state["told"]
+        self._causes.load_state_dict(state["causes"])
         self._window, self._finished = state["window"], state["finished"]
-        self._bind()
 
     # -- one frame --------------------------------------------------------------------------------------------------
 
@@ -176,25 +179,78 @@ class Engine:
             due.extend(self._tracker.end_attempt())
             for tracked in due:
                 self._walk(tracked)
+            self._causes.end_attempt(self._history.frames[-1].attempt, self._history.frames)
             self._rewind(frame)
         self._history.append(frame)
-        if len(self._history.signals) != self._bound_signals:
-            self._bind()
-        alarms: list[Alarm] = []
-        for update in self._updates:
-            raised = update(frame)
-            if raised:
-                alarms.extend(raised)
+        self._bank.bind(self._history.signals)
+        return self._look(frame, self._bank.update(frame)) or bool(due)
+
+    def _look(self, frame: Frame, alarms: list[Alarm]) -> bool:
+        """What the detectors said about the newest frame. Returns whether findings may have changed."""
         facts: list[Alarm] = []
         if alarms:
             if self._window is not None:
                 alarms = [alarm for alarm in alarms if self._in_window(alarm)]
-            facts = [a for a in alarms if a.kind not in CAUSAL_KINDS and a.kind != "channel"]
+            facts = [a for a in alarms if a.kind not in CAUSAL_KINDS and a.kind != CHANNEL]
             self._note(facts)
         walks = self._tracker.update(frame, alarms)
         for tracked in walks:
             self._walk(tracked)
-        return bool(due or walks or facts)
+        told = self._causes.waiting and self._causes.look(self._history.frames)
+        return bool(walks or facts or told)
+
+    # -- many frames ------------------------------------------------------------------------------------------------
+
+    def feed_block(self, block: StepBlock) -> bool:
+        """Add many steps at once: the same as `feed_quietly` of each of `block.records()`."""
+        rows, others = FrameBlock.of(block), deque(block.others)
+        changed, row = False, 0
+        while row < len(rows) and not self._assembler.follows(block.attempt, block.ranks, int(block.steps[row])):
+            self._feed_others(others, row)
+            for record in rows.records(row):
+                changed |= self.feed_quietly(record)
+            row += 1
+        if row < len(rows):
+            self._feed_others(others, row)
+            before = int(block.steps[-2]) if len(rows) - row > 1 else None
+            for frame in self._assembler.advance(rows.opened(len(rows) - 1), before):
+                changed |= self._frame(frame)
+            if row < len(rows) - 1:
+                changed |= self._frames(rows.part(row, len(rows) - 1), others, row)
+        self._feed_others(others, len(rows))
+        rows.forget_frames()
+        return changed
+
+    def _frames(self, block: FrameBlock, others: deque[tuple[int, Record]], first: int) -> bool:
+        """Frames that have closed. `others` are counted from `first` rows before the block; one that comes before a
+        row has been read by the time the row before that closes."""
+        block.judge_batches(self._habit)
+        alarms = self._bank.update_block(block, self._history.signals)
+        changed, row = False, 0
+        for loud in [*alarms, len(block)]:
+            while row < loud:
+                if self._causes.waiting:
+                    stop, walks = self._tracker.follow(block, row, row + 1)
+                else:
+                    stop, walks = self._tracker.follow(block, row, loud)
+                self._history.extend(block.part(row, stop))
+                self._feed_others(others, first + stop)
+                for tracked in walks:
+                    self._walk(tracked)
+                told = self._causes.waiting and self._causes.look(self._history.frames)
+                changed |= bool(walks or told)
+                row = stop
+            if loud < len(block):
+                self._history.extend(block.part(loud, loud + 1))
+                self._feed_others(others, first + loud + 1)
+                changed |= self._look(block.frame(loud), alarms[loud])
+                row = loud + 1
+        self._bank.bind(self._history.signals)
+        return changed
+
+    def _feed_others(self, others: deque[tuple[int, Record]], until: int) -> None:
+        while others and others[0][0] <= until:
+            self.feed_quietly(others.popleft()[1])
 
     def _note(self, facts: Sequence[Alarm]) -> None:
         """Keep facts. One with an end takes the place of what was told when it began."""
@@ -203,27 +259,12 @@ class Engine:
                 key = (alarm.kind, alarm.attempt, alarm.onset_step, alarm.ranks)
                 self._facts = [f for f in self._facts if (f.kind, f.attempt, f.onset_step, f.ranks) != key]
             self._facts.append(alarm)
+        self._causes.note(facts)
 
     def _rewind(self, frame: Frame) -> None:
         """A new attempt: baselines are what lies before its first step."""
-        before = self._history.rewind(frame.step)[-REPLAY_FRAMES:]
-        for name, cls in self._classes.items():
-            if cls.replay:
-                self._note([a for a in self._detectors[name].finish() if self._in_window(a)])
-                detector = self._detectors[name] = cls()
-                for old in before:
-                    detector.update(old)
-        self._bind()
-
-    def _bind(self) -> None:
-        """Only detectors whose signals have been met are asked."""
-        met = self._history.signals
-        self._bound_signals = len(met)
-        self._updates = [
-            detector.update
-            for detector in self._detectors.values()
-            if not detector.reads or not met.isdisjoint(detector.reads)
-        ]
+        before = self._history.rewind(frame.step)
+        self._note([a for a in self._bank.restart(before, self._history.signals) if self._in_window(a)])
 
     def _in_window(self, alarm: Alarm) -> bool:
         return self._window is None or self._window[0] <= alarm.step <= self._window[1]
@@ -240,10 +281,10 @@ class Engine:
         ):
             return None  # the ring has moved on; what was said with the telemetry at hand stands
         _, back = tracked.loss_outcome()
-        case = Case(tracked.incident(), list(frames), loss_back_step=back)
+        case = Case(tracked.incident(), list(frames), loss_back_step=back, met=self._history.signals)
         suspects, verdict = walk(case, self._suspects)
         onset = tracked.onset_step
-        details: dict[str, object] = {}
+        details: dict[str, object] = second_opinion.detail(suspects, tracked.incident().kind)
         nearby: list[BatchRecord] = []
         strong = case.outliers(case.between(case.loss_step - 2, case.loss_step))
         if tracked.shard is not None:
@@ -283,8 +324,9 @@ class Engine:
                 lasting = lasting or "the loss scale has not grown again"
             headlines = findings_of(tracked, judged.suspects, judged.verdict, self._known, judged.details, lasting)
             found.extend(self._planned(self._healed(finding), judged, planner) for finding in headlines)
-        facts = [*self._facts, *event_facts.alarms(self._history)]
-        found.extend(fact_of(alarm) for alarm in facts)
+        told = [*self._facts, *(a for a in event_facts.alarms(self._history) if self._in_window(a))]
+        facts = event_facts.unexcused(self._history, told)
+        found.extend(self._causes.finding(alarm, self._history.frames) for alarm in facts)
         return merge(found)
 
     def _planned(self, finding: Finding, judged: _Judged, planner: Planner) -> Finding:

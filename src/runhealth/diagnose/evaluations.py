@@ -3,6 +3,9 @@
 import math
 from collections import deque
 
+import numpy as np
+
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
 
@@ -28,3 +31,14 @@ class Evaluations:
         while len(self._train) > 1:
             self._train.popleft()  # the next one is compared with the rows from here on
         return float(evaluation)
+
+    def rows(self, block: FrameBlock) -> list[int]:
+        """The rows of a block that may add a point."""
+        evaluation = block.get("eval_loss")
+        return np.flatnonzero(np.isfinite(evaluation.values)).tolist() if evaluation is not None else []
+
+    def take_losses(self, block: FrameBlock, start: int, stop: int) -> None:
+        """Take in the rows from `start` to before `stop`, none of which has an evaluation."""
+        logs = block.log_loss
+        if logs is not None:
+            self._train.extend(logs.values[start:stop][logs.present[start:stop]][-TRAIN_ROWS:].tolist())

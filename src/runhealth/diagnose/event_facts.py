@@ -3,7 +3,7 @@ that ran out, a checkpoint that is corrupt."""
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.history import History
@@ -43,6 +43,12 @@ def alarms(history: History) -> list[Alarm]:
     return found
 
 
+def unexcused(history: History, alarms: Iterable[Alarm]) -> list[Alarm]:
+    """Without those that were meant: a rollback that skips samples reads others than the first time."""
+    meant = {e.attempt for e in history.events if e.kind in (EventKind.ROLLBACK, EventKind.SKIP)}
+    return [a for a in alarms if a.kind != "data_skipped" or not meant & {a.attempt - 1, a.attempt}]
+
+
 def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: str) -> Alarm:
     step = event.step or history.lasts.get(event.attempt, 0)
     return Alarm(
@@ -59,7 +65,16 @@ def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: 
         message=f"attempt {event.attempt} {what}: {_gist(event)[:MESSAGE_CHARS]}"
         + ("; a later attempt went on" if went_on else ""),
         severity=Severity.WARNING if went_on else Severity.ERROR,
+        details=_silent(history, event.attempt),
     )
+
+
+def _silent(history: History, attempt: int) -> Mapping[str, object]:
+    """The ranks that said nothing while most others told of an exception."""
+    mine = [event for event in history.events if event.attempt == attempt and event.rank >= 0]
+    failed = {event.rank for event in mine if event.kind == EventKind.EXCEPTION}
+    silent = sorted({event.rank for event in mine} - failed)
+    return {"silent_ranks": silent} if silent and len(silent) < len(failed) else {}
 
 
 def _gist(event: RunEvent) -> str:

@@ -23,8 +23,9 @@ _CAUSES = "Look at the suspects of the finding; `diagnose rollback plan` when th
 EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
     {
         "loss_spike": Explanation(
-            "The loss leaves its trend upward by at least 10 % and 5 robust sigma of the last 128 points. Gone in 20 "
-            "steps: info. Came back later: warning. Never came back: error.",
+            "The loss leaves its trend upward by at least 10 %, or 0.1 nats, and 5 robust sigma of the last 128 rows: "
+            "a row by more where the noise has heavy tails, three rows together by less. Gone in 20 steps, or under "
+            "10 % with nothing else moving: info. Came back later: warning. Never came back: error.",
             "loss; for the cause: grad_norm, clip_threshold, lr, update_ratio, token statistics, overflow counts",
             _CAUSES,
         ),
@@ -80,6 +81,12 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "fall. Joins a loss incident of the same cause.",
             "token statistics, or shard hashes with a manifest",
             "`diagnose rollback plan`: go back to before the first bad batch and skip them; write the shard again.",
+        ),
+        "update_jump": Explanation(
+            "Updates are over twice as large, against the parameters, as the trailing median, in 2 of 3 rows, and the "
+            "loss does not show it (yet). A learning rate that rises smoothly is allowed for.",
+            "update_ratio; lr, adam_rms and second_moment_norm for the cause",
+            "Look at the learning rate and at the optimizer's state before the loss follows.",
         ),
         "masked_non_finite": Explanation(
             "The log hides non-finite steps: a loss of 0.0, a mean instead of NaN, a loss field that vanished.",
@@ -145,6 +152,11 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "update_ratio",
             "Restore the optimizer with the checkpoint.",
         ),
+        "data_skipped": Explanation(
+            "After a resume, steps that are done again read other samples than the first time, and fresh ones.",
+            "batch records",
+            "Restore the data position with the checkpoint. Skipping on purpose (a rollback plan) is not told.",
+        ),
         "slow_step": Explanation(
             "One step takes far longer than its neighbours.", "t_step_s", "Nothing, unless it recurs."
         ),
@@ -177,7 +189,9 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "An allocation failed.", "events", "Smaller micro-batch, checkpointing, sharding."
         ),
         "low_mfu": Explanation(
-            "Utilisation is far under the plan for this layout.", "t_step_s, tokens", "Profile a step."
+            "Utilisation is under 0.75 x that of the plan kept with the run (runhealth plan --run).",
+            "mfu; bubble_fraction, mem_allocated_bytes, t_wait_s say more",
+            "Look at what else is off the plan; profile a step.",
         ),
         "rank_outlier": Explanation(
             "One rank's own loss or gradient differs from its peers.",
@@ -219,6 +233,7 @@ KIND_SIGNALS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "non_finite": (("loss", "grad_norm", "eval_loss"),),
         "gradient_spike": (("grad_norm",),),
         "clip_breach": (("grad_norm",), ("clip_threshold",)),
+        "update_jump": (("update_ratio",),),
         "loss_scale_collapse": (("loss_scale",),),
         "fp_overflow": (("overflow_count", "amax_ratio"),),
         "not_learning": (("loss",),),
@@ -233,14 +248,17 @@ KIND_SIGNALS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "resume_jump": (("loss",),),
         "lr_discontinuity": (("lr",),),
         "loss_scale_reset": (("loss_scale",),),
-        "optimizer_state_lost": (("update_ratio",),),
+        "optimizer_state_lost": (("update_ratio", "second_moment_norm"),),
         "slow_step": (("t_step_s", "elapsed_s"),),
         "periodic_stall": (("t_step_s", "elapsed_s"),),
         "sustained_slowdown": (("t_step_s", "elapsed_s"),),
         "straggler": (("t_wait_s", "t_forward_s", "t_step_s"),),
         "memory_growth": (("mem_allocated_bytes",),),
         "rank_outlier": (("loss", "grad_norm_rank"),),
-        "logit_growth": (("logit_max",),),
+        "replica_desync": (("param_checksum",),),
+        "logit_growth": (("logit_max", "attn_logit_max"),),
+        "dead_layer": (("grad_rms", "grad_norm"),),
+        "router_collapse": (("router_load_max",),),
         "checkpoint_slow": (("t_checkpoint_s",),),
     }
 )
@@ -289,7 +307,7 @@ def nearest(topic: str) -> list[str]:
 def checked_kinds() -> tuple[str, ...]:
     """The kinds that are looked for, in the order of their codes; the other codes are reserved."""
     looked_for = {kind for detector in detector_classes() for kind in detector.kinds}
-    looked_for |= {"crash", "checkpoint_corrupt"}  # told by events and checkpoint records
+    looked_for |= {"crash", "checkpoint_corrupt", "low_mfu"}  # told by events, checkpoint records, the plan of a run
     return tuple(kind for kind in CODES if kind in looked_for)
 
 

@@ -12,7 +12,7 @@ closes do not depend on how the records were interleaved, as long as no rank is 
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -177,6 +177,37 @@ class FrameAssembler:
             if before is None or before == attempt.floor:
                 attempt.floor = min(at)
         return self._close()
+
+    def follows(self, attempt: int, ranks: Sequence[int], step: int) -> bool:
+        """Whether each of these ranks, and no other, is at the one frame that is pending, and that before `step`: then
+        a step that all of them write closes the one before it, and nothing else."""
+        state = self._attempts.get(attempt)
+        return (
+            state is not None
+            and self._current == attempt
+            and len(self._attempts) == 1
+            and not state.held
+            and len(state.frames) == 1
+            and len(state.at) == 1
+            and next(iter(state.at)) in state.frames
+            and state.floor < step
+            and len(state.latest) == len(ranks)
+            and all(rank in state.latest for rank in ranks)
+        )
+
+    def advance(self, last: Frame, before: int | None) -> list[Frame]:
+        """All ranks have written a number of steps that `follows`; `last` is the frame of the last, `before` the one
+        before that if there is one. Returns what was pending, closed; closing the steps between is up to the caller."""
+        number, step = last.attempt, last.step
+        state = self._attempts[number]
+        closed = self._take(number, None)
+        if before is not None:
+            self._closed_step = before
+        state.frames[step] = last
+        state.latest = dict.fromkeys(state.latest, step)
+        state.at = {step: len(state.latest)}
+        state.floor = step
+        return closed
 
     def finish(self) -> list[Frame]:
         """The data ends here: close everything."""

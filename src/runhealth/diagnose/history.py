@@ -8,15 +8,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from runhealth.diagnose.batches import BatchOutlier
 from runhealth.diagnose.findings import AttemptSummary
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
+from runhealth.storage.blocks import Floats, Ints
 from runhealth.storage.records import BatchRecord, CheckpointRecord, RunEvent
 
-RING_FRAMES = 1024
+RING_FRAMES, LEAST_RING_FRAMES = 1024, 288  # suspects look back 192 frames and ahead 64
+RING_RANK_ROWS = 1 << 18  # frames times ranks, where there are many ranks
 CURVE_SIGNALS = ("loss", "grad_norm", "lr", "eval_loss", "t_step_s", "update_ratio")
 CURVE_POINTS = 240
 MAX_OUTLIERS = 20_000
+LAYER_PREFIX = "layer."
 
 
 class Series:
@@ -37,7 +43,8 @@ class History:
     """Bounded in frames, linear but small in series: 16 bytes a step and signal."""
 
     def __init__(self) -> None:
-        self.frames: deque[Frame] = deque(maxlen=RING_FRAMES)
+        self._ring: deque[Frame] = deque()
+        self._blocks: deque[FrameBlock] = deque()  # whose frames are not in the ring yet
         self.series: dict[int, dict[str, Series]] = {}
         self.firsts: dict[int, int] = {}
         self.lasts: dict[int, int] = {}
@@ -50,19 +57,72 @@ class History:
         self.tokens_per_step = 0.0
         self._layer_signals: set[str] = set()
 
+    @property
+    def frames(self) -> deque[Frame]:
+        """The last frames."""
+        while self._blocks:
+            block = self._blocks.popleft()
+            most = _ring_frames(len(block.ranks))
+            self._ring.extend(map(block.unshared_frame, range(max(0, len(block) - most), len(block))))
+            self._trim(most)
+        return self._ring
+
+    def _trim(self, most: int) -> None:
+        while len(self._ring) > most:
+            self._ring.popleft()
+
     def rewind(self, step: int) -> list[Frame]:
         """A new attempt starts at `step`: frames at or after it are superseded. Returns the frames that stay."""
-        while self.frames and self.frames[-1].step >= step:
-            self.frames.pop()
-        return list(self.frames)
+        frames = self.frames
+        while frames and frames[-1].step >= step:
+            frames.pop()
+        return list(frames)
 
-    def append(self, frame: Frame) -> None:
-        self.frames.append(frame)
-        attempt, step = frame.attempt, frame.step
+    def extend(self, block: FrameBlock) -> None:
+        """The same as `append` of each frame."""
+        if not len(block):
+            return
+        self._blocks.append(block)
+        kept = sum(map(len, self._blocks))
+        while kept - len(self._blocks[0]) >= RING_FRAMES:
+            kept -= len(self._blocks.popleft())
+        attempt, steps = block.attempt, block.steps
+        self._open(attempt, int(steps[0]))
+        self.lasts[attempt] = int(steps[-1])
+        self.steps_seen[attempt].frombytes(steps.tobytes())
+        series = self.series[attempt]
+        for name in CURVE_SIGNALS:
+            signal = block.loss if name == "loss" else block.get(name)
+            if signal is None:
+                continue
+            found = series.get(name)
+            if found is None:
+                found = series[name] = Series()
+            every = bool(signal.present.all())
+            found.steps.frombytes((steps if every else steps[signal.present]).tobytes())
+            found.values.frombytes((signal.values if every else signal.values[signal.present]).tobytes())
+        for outliers in block.outliers.values():
+            self.outliers.extend(outliers)
+        self.last_ts_ns = max(self.last_ts_ns, int(block.ts_ns.max()))
+        tokens = block.total("tokens")
+        if tokens is not None and len(rows := np.flatnonzero(tokens.present & (tokens.values != 0))):
+            self.tokens_per_step = float(tokens.values[rows[-1]])
+        for name in block.unknown(self.signals):
+            self.signals.add(name)
+            if name.startswith(LAYER_PREFIX):
+                self._layer_signals.add(name.removeprefix(LAYER_PREFIX))
+
+    def _open(self, attempt: int, step: int) -> None:
         if attempt not in self.firsts:
             self.firsts[attempt] = step
             self.series[attempt] = {}
             self.steps_seen[attempt] = array("q")
+
+    def append(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self._trim(_ring_frames(len(frame.ranks)))
+        attempt, step = frame.attempt, frame.step
+        self._open(attempt, step)
         self.lasts[attempt] = step
         self.steps_seen[attempt].append(step)
         series = self.series[attempt]
@@ -96,7 +156,7 @@ class History:
             for name in sample.values:
                 if name not in self._layer_signals:
                     self._layer_signals.add(name)
-                    self.signals.add(f"layer.{name}")
+                    self.signals.add(f"{LAYER_PREFIX}{name}")
 
     def add_checkpoint(self, record: CheckpointRecord) -> None:
         self.checkpoints.append(record)
@@ -125,49 +185,65 @@ class History:
             )
         return tuple(found)
 
-    def stitched(self, signal: str) -> Iterator[tuple[int, float]]:
-        """The series without superseded steps, attempts joined."""
+    def _stitched(self, signal: str) -> Iterator[tuple[Ints, Floats]]:
+        """Steps and values of each attempt, without superseded steps."""
         attempts = sorted(self.series)
         for index, attempt in enumerate(attempts):
             until = min((self.firsts[n] for n in attempts[index + 1 :]), default=None)
             series = self.series[attempt].get(signal)
-            if series is None:
-                continue
-            end = len(series.steps) if until is None else bisect_left(series.steps, until)
-            yield from zip(series.steps[:end], series.values[:end], strict=True)
+            if series is not None:
+                end = len(series.steps) if until is None else bisect_left(series.steps, until)
+                yield np.array(series.steps[:end], dtype=np.int64), np.array(series.values[:end], dtype=np.float64)
 
     def window(self, attempt: int, signal: str, first: int, last: int) -> list[tuple[int, float]]:
         series = self.series.get(attempt, {}).get(signal)
         return series.between(first, last) if series is not None else []
 
     def curves(self) -> dict[str, tuple[tuple[int, float], ...]]:
-        return {name: decimate(points, CURVE_POINTS) for name in CURVE_SIGNALS if (points := list(self.stitched(name)))}
+        found = {}
+        for name in CURVE_SIGNALS:
+            parts = list(self._stitched(name))
+            if parts:
+                steps, values = (np.concatenate(of) for of in zip(*parts, strict=True))
+                found[name] = _thinned(steps, values, CURVE_POINTS)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
+        assert self.frames is self._ring  # takes in the blocks
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self).update(copy.deepcopy(dict(state)))
 
 
+def _ring_frames(ranks: int) -> int:
+    """How many frames of so many ranks are kept."""
+    return max(LEAST_RING_FRAMES, min(RING_FRAMES, RING_RANK_ROWS // max(1, ranks)))
+
+
 def decimate(points: Sequence[tuple[int, float]], target: int) -> tuple[tuple[int, float], ...]:
     """At most about `target` points that keep the first and last, each bucket's minimum and maximum, and one NaN mark
     per bucket that holds a non-finite value."""
-    if len(points) <= target:
-        return tuple(points)
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return _thinned(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), target)
+
+
+def _thinned(steps: Ints, values: Floats, target: int) -> tuple[tuple[int, float], ...]:
+    if len(steps) <= target:
+        return tuple(zip(steps.tolist(), values.tolist(), strict=True))
     buckets = max(1, target // 3)
     kept: dict[int, float] = {}
-    size = len(points) / buckets
+    size = len(steps) / buckets
+    finite = np.isfinite(values)
     for bucket in range(buckets):
-        part = points[int(bucket * size) : int((bucket + 1) * size)]
-        finite = [p for p in part if math.isfinite(p[1])]
-        if finite:
-            low, high = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
-            kept[low[0]], kept[high[0]] = low[1], high[1]
-        bad = next((p for p in part if not math.isfinite(p[1])), None)
-        if bad:
-            kept[bad[0]] = math.nan
-    kept |= {points[0][0]: points[0][1], points[-1][0]: points[-1][1]}
+        start, stop = int(bucket * size), int((bucket + 1) * size)
+        rows = start + np.flatnonzero(finite[start:stop])
+        if len(rows):
+            low, high = rows[values[rows].argmin()], rows[values[rows].argmax()]
+            kept[int(steps[low])], kept[int(steps[high])] = float(values[low]), float(values[high])
+        if len(rows) < stop - start:
+            kept[int(steps[start + int(finite[start:stop].argmin())])] = math.nan
+    kept |= {int(steps[end]): float(values[end]) for end in (0, -1)}
     return tuple(sorted(kept.items()))
 
 

@@ -1,4 +1,4 @@
-"""From evidence to probabilities: gates, vetoes, clipped log-likelihood ratios, temperature, softmax.
+"""From evidence to probabilities: gates, vetoes, clipped log-likelihood ratios, and the bench's calibration.
 
 A suspect whose signals were not recorded is `not_observed`: it gets probability 0 here and its missing signals are
 listed, which is no innocence. `undetermined` stands in the softmax with a raw sum of its own, so that weak evidence
@@ -9,32 +9,25 @@ import math
 import traceback
 from collections.abc import Sequence
 
+from runhealth.diagnose.calibration import current
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import UNDETERMINED, Evidence, Status, SuspectResult
-from runhealth.diagnose.suspect import CLIP_NATS, VETO_NATS, Suspect, missing_signals
+from runhealth.diagnose.suspect import Suspect, missing_signals, raw_sum
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 
-TEMPERATURE = 1.5
-UNDETERMINED_NATS = 2.0
 LEAST_NATS = 3.0  # the best raw sum must reach this
 LEAST_PROBABILITY = 0.7
 EXONERATED_NATS = -3.0
 
 
-def raw_sum(evidence: Sequence[Evidence]) -> float:
-    """Sum of the weights in nats, each clipped to ±3.5 except vetoes."""
-    return sum(
-        e.weight_nats if e.weight_nats <= VETO_NATS else max(-CLIP_NATS, min(CLIP_NATS, e.weight_nats))
-        for e in evidence
-    )
-
-
 def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, ...], str]:
     """Investigate every suspect. Returns results sorted by probability, `undetermined` included, and the verdict."""
+    calibration = current()
     kinds = {alarm.kind for alarm in case.incident.alarms}
     seen: list[tuple[Suspect, Status, tuple[Evidence, ...], str, float]] = []
     missing = {}
     for suspect in suspects:
-        if suspect.kinds and not kinds & set(suspect.kinds):
+        if not kinds.intersection(suspect.kinds or CAUSAL_KINDS):
             continue
         missing[suspect.name], able = missing_signals(suspect, case)
         if not able:
@@ -52,8 +45,8 @@ def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, 
         status = Status.EXONERATED if raw <= EXONERATED_NATS else Status.INCONCLUSIVE
         seen.append((suspect, status, evidence, "", raw))
     raws = {suspect.name: raw for suspect, *_, raw in seen}
-    raws[UNDETERMINED] = UNDETERMINED_NATS
-    probabilities = softmax(raws)
+    raws[UNDETERMINED] = calibration.undetermined_nats
+    probabilities = calibration.probabilities(raws)
     best = max((name for name in raws if name != UNDETERMINED), key=lambda n: (raws[n], n), default=UNDETERMINED)
     sure = best != UNDETERMINED and raws[best] >= LEAST_NATS and probabilities[best] >= LEAST_PROBABILITY
     verdict = best if sure else UNDETERMINED
@@ -73,11 +66,3 @@ def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, 
     )
     results.sort(key=lambda r: (-r.probability, r.suspect))
     return tuple(results), verdict
-
-
-def softmax(raws: dict[str, float]) -> dict[str, float]:
-    """Probabilities exp(raw / T) / sum; a raw of minus infinity gives exactly 0."""
-    top = max(raws.values())
-    weights = {name: math.exp((raw - top) / TEMPERATURE) for name, raw in raws.items()}
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}

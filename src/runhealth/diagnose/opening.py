@@ -4,16 +4,18 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Protocol, TextIO, TypeVar, cast
 
+from runhealth.storage.blocks import BlockSource, StepBlock
 from runhealth.storage.errors import ConfigError, NoUsableDataError
 from runhealth.storage.records import Record, SourceInfo
 from runhealth.storage.signals import STEP_SIGNALS
 from runhealth.storage.source import RecordSource
 
+Item = TypeVar("Item")
 POSITIONS = ("step", "rank", "attempt", "ts")  # what a line says besides signals
 LOOK_EVERY = 2048  # records between two looks at the clock
 SILENT_S, REDRAW_S = 1.0, 0.2
@@ -159,18 +161,26 @@ class Progress:
         self._source, self._stream, self._clock, self._width = source, stream, clock, width
 
     def records(self) -> Iterator[Record]:
+        return self._counted(self._source.records(), lambda _: 1, lambda record: record.step)
+
+    def _counted(
+        self, items: Iterable[Item], size: Callable[[Item], int], last_step: Callable[[Item], int]
+    ) -> Iterator[Item]:
         started = drawn = self._clock()
         shown = False
+        count = look_at = 0
         try:
-            for count, record in enumerate(self._source.records(), start=1):
-                if count % LOOK_EVERY == 0:
+            for item in items:
+                count += size(item)
+                if count >= look_at:
+                    look_at = count + LOOK_EVERY
                     now = self._clock()
                     if now - started > SILENT_S and now - drawn > REDRAW_S:
-                        line = f"reading: {count:,} records, step {record.step:,}, {now - started:.0f} s"
+                        line = f"reading: {count:,} records, step {last_step(item):,}, {now - started:.0f} s"
                         self._stream.write(f"\r{line[: self._width]:{self._width}}")
                         self._stream.flush()
                         shown, drawn = True, now
-                yield record
+                yield item
         finally:
             if shown:
                 self._stream.write(f"\r{'':{self._width}}\r")
@@ -179,8 +189,29 @@ class Progress:
     def describe(self) -> SourceInfo:
         return self._source.describe()
 
+    def line_of(self, attempt: int, step: int) -> int | None:
+        """The line of the log on which a step begins, where the source knows it."""
+        found = getattr(self._source, "line_of", None)
+        return cast("int | None", found(attempt, step)) if callable(found) else None
+
     def close(self) -> None:
         close(self._source)
+
+
+class BlockProgress(Progress):
+    """The same for a source that hands over columns."""
+
+    def blocks(self) -> Iterator[StepBlock | Record]:
+        source = cast(BlockSource, self._source)
+        return self._counted(source.blocks(), _records_in, _last_step)
+
+
+def _records_in(item: StepBlock | Record) -> int:
+    return len(item) * len(item.ranks) if isinstance(item, StepBlock) else 1
+
+
+def _last_step(item: StepBlock | Record) -> int:
+    return int(item.steps[-1]) if isinstance(item, StepBlock) else item.step
 
 
 def with_progress(source: RecordSource) -> RecordSource:
@@ -190,4 +221,5 @@ def with_progress(source: RecordSource) -> RecordSource:
         return source
     import shutil
 
-    return Progress(source, stream, width=max(20, shutil.get_terminal_size().columns - 1))
+    shown = BlockProgress if isinstance(source, BlockSource) else Progress
+    return shown(source, stream, width=max(20, shutil.get_terminal_size().columns - 1))

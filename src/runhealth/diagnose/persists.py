@@ -9,8 +9,10 @@ from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median
 
 LAST_FRAMES = 16
+BAD_BATCHES = "bad_batches"  # counted from the batches, no signal
 LEAST_FRAMES = 4
 LR_FACTOR = 1.4
+RATIO_FACTOR = 1.7
 CLIP_FACTOR, NORM_FACTOR = 5.0, 3.0
 LEAST_ELEMENTS, COUNT_FACTOR = 16.0, 8.0
 
@@ -44,6 +46,13 @@ def limit_of(verdict: str, case: Case) -> Limit | None:
             above=max(LEAST_ELEMENTS, COUNT_FACTOR * usual),
             sentence="values still overflow",
         )
+    elif verdict in ("optimizer_state", "adam_staleness"):
+        ratio = case.baseline("update_ratio")
+        if ratio.ready and ratio.center > 0:
+            above = RATIO_FACTOR * ratio.center
+            return Limit(signal="update_ratio", above=above, sentence="updates are still too large")
+    elif verdict == "bad_shard":
+        return Limit(signal=BAD_BATCHES, above=0.5, sentence="bad batches are still being read")
     elif verdict == "clip_breach":
         habit = case.baseline("grad_norm")
         thresholds = [float(t) for f in case.before if (t := f.get("clip_threshold")) is not None]
@@ -59,7 +68,11 @@ def lasts(limit: Limit | None, frames: Iterable[Frame], attempt: int) -> str:
         return ""
     values: list[float] = []
     for frame in frames:
-        value = frame.total(limit.signal) if limit.signal == "overflow_count" else frame.get(limit.signal)
+        value: float | None
+        if limit.signal == BAD_BATCHES:
+            value = sum(o.strong for o in frame.outliers) if frame.batches else None
+        else:
+            value = frame.total(limit.signal) if limit.signal == "overflow_count" else frame.get(limit.signal)
         if frame.attempt == attempt and value is not None and math.isfinite(value):
             values.append(float(value))
     last = values[-LAST_FRAMES:]

@@ -52,5 +52,42 @@ def over_threshold(attempt: int, first: int, last: int) -> str:
     )
 
 
+def totals(signal: str, attempt: int, first: int, last: int) -> str:
+    """The largest sum over the ranks of any step."""
+    return (
+        f"SELECT max(total) FROM (SELECT sum({identifier(signal)}) AS total FROM steps WHERE attempt = {attempt} "
+        f"AND step BETWEEN {first} AND {last} GROUP BY step)"
+    )
+
+
+def mean_norm_ratio(attempt: int, step: int) -> str:
+    """The norm of the mean gradient over the mean of the ranks' own norms; over 1 cannot be."""
+    return f"SELECT max(grad_norm) / avg(grad_norm_rank) FROM steps WHERE attempt = {attempt} AND step = {step}"
+
+
+def distinct(signal: str, attempt: int, step: int) -> str:
+    """How many different values the ranks have at a step."""
+    return f"SELECT count(DISTINCT {identifier(signal)}) FROM steps WHERE attempt = {attempt} AND step = {step}"
+
+
+def batches_seen_before(attempt: int, first: int, last: int) -> str:
+    """The share of the batches of these steps that were read at an earlier step too."""
+    return (
+        "SELECT avg(CASE WHEN EXISTS (SELECT 1 FROM batches old WHERE old.shard = new.shard "
+        "AND old.first_sample = new.first_sample AND old.last_sample = new.last_sample "
+        f"AND old.step < {first}) THEN 1.0 ELSE 0.0 END) "
+        f"FROM batches new WHERE attempt = {attempt} AND step BETWEEN {first} AND {last}"
+    )
+
+
+def phases(aggregate: str, names: Sequence[str], attempt: int, first: int, last: int, ranks: Sequence[int] = ()) -> str:
+    """`aggregate` of the sum of several times over these steps; over all ranks unless some are given."""
+    total = " + ".join(f"coalesce({identifier(name)}, 0)" for name in names)
+    return (
+        f"SELECT {aggregate}({total}) FROM steps WHERE attempt = {attempt} "
+        f"AND step BETWEEN {first} AND {last}{_ranks(ranks)}"
+    )
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return f" AND rank IN ({', '.join(str(rank) for rank in ranks)})" if ranks else ""

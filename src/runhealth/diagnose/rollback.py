@@ -26,6 +26,7 @@ PLANNED_KINDS = (
     "loss_scale_collapse",
     "fp_overflow",
     "clip_breach",
+    "update_jump",
     "gradient_spike",
     "data_corrupt",
 )
@@ -226,7 +227,10 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def wants_rollback(finding: Finding) -> bool:
-    """What came back by itself needs no rollback; bad data that were read do not go away by themselves."""
+    """What came back by itself needs no rollback, nor does a small rise beside which nothing else moved; bad data that
+    were read do not go away by themselves."""
+    if finding.details.get("small"):
+        return False
     return (
         finding.kind == "data_corrupt"
         or finding.outcome in (Outcome.NON_RECOVERING, Outcome.ONGOING)

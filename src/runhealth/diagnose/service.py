@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from runhealth.diagnose import liveness
+from runhealth.diagnose import against_plan, liveness
 from runhealth.diagnose.engine import Engine, verdict_hash
 from runhealth.diagnose.findings import Report
+from runhealth.diagnose.stretch import LineSource
 from runhealth.diagnose.verdicts import merge
-from runhealth.storage.errors import NoUsableDataError
+from runhealth.storage.blocks import BlockSource, StepBlock
+from runhealth.storage.errors import NoUsableDataError, StoreError
 from runhealth.storage.source import RecordSource
 
 __all__ = ["diagnose", "verdict_hash"]
+
+WITHOUT_LINES = frozenset({"tfevents"})  # binary: they know offsets
 
 
 def diagnose(
@@ -32,28 +36,56 @@ def diagnose(
         NoUsableDataError: not a single step was read.
     """
     engine = Engine(window=window)
-    feed = engine.feed_quietly
     with _without_gc():
-        for record in source.records():
-            if attempt is None or record.attempt == attempt:
-                feed(record)
+        for item in source.blocks() if isinstance(source, BlockSource) else source.records():
+            if not isinstance(item, StepBlock):
+                if attempt is None or item.attempt == attempt:
+                    engine.feed_quietly(item)
+            elif attempt is None or item.attempt == attempt:
+                engine.feed_block(item if attempt is None else _only(item, attempt))
+            else:
+                for _, record in item.others:
+                    if record.attempt == attempt:
+                        engine.feed_quietly(record)
         engine.finish()
     info = source.describe()
-    report = engine.report(info)
+    report = _located(engine.report(info), source)
     if report.first_step is None:
         of = f" of attempt {attempt}" if attempt is not None else ""
         raise NoUsableDataError(f"{info.source}: expected at least one training step{of}, met none")
     if info.format != "runhealth" or attempt is not None:
         return report
-    return with_liveness(report, engine, clock(), window)
+    return beyond_records(report, engine, clock(), window)
 
 
-def with_liveness(report: Report, engine: Engine, now_ns: int, window: tuple[int, int] | None = None) -> Report:
-    """The report of a run of the store, with the finding of `liveness.check` if there is one within the window."""
-    found = liveness.check(report.source.source, engine.history, now_ns)
-    if found is None or (window is not None and not window[0] <= found.onset_step <= window[1]):
+def beyond_records(report: Report, engine: Engine, now_ns: int, window: tuple[int, int] | None = None) -> Report:
+    """The report of a run of the store, with what its processes and its plan add within the window (`liveness`,
+    `against_plan`). A plan that cannot be read is a note: it says nothing about the run."""
+    path = report.source.source
+    found = [liveness.check(path, engine.history, now_ns)]
+    try:
+        found.append(against_plan.check(path, engine.history))
+    except StoreError as error:
+        report = replace(report, source=replace(report.source, notes=(*report.source.notes, str(error))))
+    added = [f for f in found if f is not None and (window is None or window[0] <= f.onset_step <= window[1])]
+    return replace(report, findings=tuple(merge([*report.findings, *added]))) if added else report
+
+
+def _located(report: Report, source: RecordSource) -> Report:
+    """The line of the log on which the onset of each finding begins, where the source knows its lines."""
+    if not isinstance(source, LineSource) or report.source.format in WITHOUT_LINES:
         return report
-    return replace(report, findings=tuple(merge([*report.findings, found])))
+    findings = []
+    for finding in report.findings:
+        line = None if "line" in finding.details else source.line_of(finding.attempt, finding.onset_step)
+        details = finding.details if line is None else {**finding.details, "line": line}
+        findings.append(replace(finding, details=details))
+    return replace(report, findings=tuple(findings))
+
+
+def _only(block: StepBlock, attempt: int) -> StepBlock:
+    """The block without checkpoints and events of other attempts."""
+    return replace(block, others=tuple((row, record) for row, record in block.others if record.attempt == attempt))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from runhealth.storage.blocks import StepBlock
 from runhealth.storage.errors import NoUsableDataError
 from runhealth.storage.importers import open_log
 from runhealth.storage.records import Record, SourceInfo
@@ -69,6 +70,16 @@ class SpooledLog:
             yield from self._log.records()
         except NoUsableDataError as error:
             raise self._renamed(error) from None
+
+    def blocks(self) -> Iterator[StepBlock | Record]:
+        try:
+            yield from self._log.blocks()
+        except NoUsableDataError as error:
+            raise self._renamed(error) from None
+
+    def line_of(self, attempt: int, step: int) -> int | None:
+        """The line of the log on which a step begins, where it is known."""
+        return self._log.line_of(attempt, step)
 
     def describe(self) -> SourceInfo:
         return replace(self._log.describe(), name=self._shown.rsplit("/", 1)[-1], source=self._path)

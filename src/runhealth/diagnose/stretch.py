@@ -1,8 +1,11 @@
 """Whether there was anything to judge: an empty stretch, or a handful of steps, is no all-clear."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
+from runhealth.storage.blocks import BlockSource, StepBlock
 from runhealth.storage.errors import NoUsableDataError
 from runhealth.storage.records import Record, SourceInfo, StepRecord
 from runhealth.storage.source import RecordSource
@@ -11,6 +14,13 @@ if TYPE_CHECKING:
     from runhealth.diagnose.findings import Report
 
 LEAST_STEPS = 5  # fewer cannot show a trend, so that nothing was found says nothing
+
+
+@runtime_checkable
+class LineSource(Protocol):
+    """A source that knows on which line of its log the record of a step begins, once that was read."""
+
+    def line_of(self, attempt: int, step: int) -> int | None: ...
 
 
 class Stretch:
@@ -56,6 +66,30 @@ class Stretch:
         if spans and not self.steps:
             raise NoUsableDataError(self._nothing(spans))
 
+    def blocks(self) -> Iterator[StepBlock | Record]:
+        """`records` in columns, as far as the source offers them. Raises what `records` raises."""
+        if not isinstance(self._source, BlockSource):
+            yield from self.records()
+            return
+        first, last = self._window or (0, 2**63 - 1)
+        spans: dict[int, tuple[int, int]] = {}
+        newest: tuple[int, int] | None = None
+        for item in self._source.blocks():
+            if isinstance(item, StepBlock | StepRecord):
+                attempt = item.attempt
+                steps = item.steps if isinstance(item, StepBlock) else np.array([item.step])
+                low, high = spans.get(attempt, (int(steps[0]), int(steps[0])))
+                spans[attempt] = min(low, int(steps[0])), max(high, int(steps[-1]))
+                if self._attempt is None or attempt == self._attempt:
+                    again = newest == (attempt, int(steps[0])) and first <= int(steps[0]) <= last
+                    self.steps += int(((first <= steps) & (steps <= last)).sum()) - again
+                    newest = attempt, int(steps[-1])
+            yield item
+        if self._window is None and self._attempt is None:
+            return
+        if spans and not self.steps:
+            raise NoUsableDataError(self._nothing(spans))
+
     def _nothing(self, spans: dict[int, tuple[int, int]]) -> str:
         name = self._source.describe().source
         if self._attempt is not None and self._attempt not in spans:
@@ -70,6 +104,10 @@ class Stretch:
 
     def describe(self) -> SourceInfo:
         return self._source.describe()
+
+    def line_of(self, attempt: int, step: int) -> int | None:
+        """The line of the log on which a step begins, where the source knows it."""
+        return self._source.line_of(attempt, step) if isinstance(self._source, LineSource) else None
 
 
 def check_enough(report: "Report", judged: Stretch) -> None:

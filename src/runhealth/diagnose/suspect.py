@@ -50,6 +50,14 @@ class Suspect:
     kinds: tuple[str, ...] = field(default=())
 
 
+def raw_sum(evidence: Iterable[Evidence]) -> float:
+    """Sum of the weights in nats, each clipped to ±3.5 except vetoes."""
+    return sum(
+        e.weight_nats if e.weight_nats <= VETO_NATS else max(-CLIP_NATS, min(CLIP_NATS, e.weight_nats))
+        for e in evidence
+    )
+
+
 def missing_signals(suspect: Suspect, case: Case) -> tuple[tuple[Missing, ...], bool]:
     """What the suspect could not look at, and whether it can look at all."""
     needs = suspect.needs

@@ -15,11 +15,12 @@ from runhealth.diagnose.findings import (
     Severity,
     SuspectResult,
 )
-from runhealth.diagnose.incident import LOSS_KINDS, Tracked
 from runhealth.diagnose.suspect import Suspect
+from runhealth.diagnose.tracked import CAUSAL_KINDS, LOSS_KINDS, Tracked
 
 HEADLINES = ("non_finite", "loss_scale_collapse")  # always findings of their own, even beside a loss spike
-BURSTS = ("data_corrupt", "fp_overflow", "clip_breach", "gradient_spike")  # findings only where the loss shows nothing
+# findings only where the loss shows nothing
+BURSTS = ("data_corrupt", "fp_overflow", "clip_breach", "update_jump", "gradient_spike")
 FACT_SEVERITY: Mapping[str, Severity] = {
     "restart": Severity.INFO,
     "epoch_staircase": Severity.INFO,
@@ -36,7 +37,9 @@ MANY_BURSTS, BURST_STEPS = 3, 500
 TALL_BURST = 5.0  # x the median: lower ones occur in healthy runs and are told as info
 MERGE_LEAST = 2
 MOST_SHARDS = 8
+FOLD_STEPS = 8
 LEAST_BAD_STEPS = 8
+SMALL_RISE = math.log(1.1)
 
 
 def findings_of(
@@ -93,6 +96,7 @@ def findings_of(
                 **details,
                 **({"tall": _tall(tracked)} if kind == "gradient_spike" else {}),
                 **({"cause_lasts": lasting} if lasting else {}),
+                **({"small": True} if kind in LOSS_KINDS and _is_small(tracked) else {}),
                 "incident": tracked.id,
                 "points": tracked.points,
                 "loss_before": None if kind == "data_corrupt" else _number(tracked.baseline),
@@ -128,6 +132,7 @@ def fact_of(alarm: Alarm) -> Finding:
 def merge(findings: Sequence[Finding]) -> list[Finding]:
     """Many like bumps are one finding with a count: transient loss spikes and gradient bursts of one attempt with one
     verdict; facts of one kind, attempt and rank set."""
+    findings = [_folded(finding, findings) for finding in findings]
     groups: dict[object, list[Finding]] = {}
     gone = [f for f in findings if f.kind in LOSS_KINDS and f.outcome is Outcome.TRANSIENT]
     for finding in findings:
@@ -165,6 +170,22 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(merged, key=lambda f: (-f.severity.level, f.attempt, f.onset_step, f.code, f.id))
 
 
+def _folded(finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """An odd rank that an incident of the same time has explained is a note to it."""
+    if finding.kind != "rank_outlier" or finding.severity is Severity.INFO:
+        return finding
+    for other in findings:
+        if (
+            other.kind in CAUSAL_KINDS
+            and other.attempt == finding.attempt
+            and abs(finding.onset_step - other.onset_step) <= FOLD_STEPS
+            and other.severity.level >= finding.severity.level
+            and other.verdict != UNDETERMINED
+        ):
+            return replace(finding, severity=Severity.INFO, details={**finding.details, "told_by": other.id})
+    return finding
+
+
 def _inside_another(finding: Finding, findings: Sequence[Finding]) -> bool:
     """A bump that came back to the raised level of an incident that never did, and was lower: part of that trouble."""
     return (
@@ -187,6 +208,8 @@ def _merge_key(finding: Finding) -> object:
         shard = finding.details.get("shard") if finding.verdict == "bad_shard" else None
         verdict = finding.verdict if finding.verdict not in ("benign", UNDETERMINED) else "none"
         return (finding.kind, finding.attempt, verdict, shard, _height(finding))
+    if finding.details.get("small"):
+        return (finding.kind, finding.attempt, finding.outcome)
     if finding.kind == "gradient_spike" or (finding.kind == "fp_overflow" and finding.severity is Severity.INFO):
         return (finding.kind, finding.attempt)
     if finding.kind == "data_corrupt":
@@ -197,8 +220,8 @@ def _merge_key(finding: Finding) -> object:
         return finding.kind  # one a run: a noisy host has hundreds
     if finding.kind == "sustained_slowdown":
         return (finding.kind, finding.severity)
-    if not finding.suspects:
-        return (finding.kind, finding.attempt, finding.ranks)
+    if finding.kind not in CAUSAL_KINDS or not finding.suspects:  # a fact
+        return (finding.kind, finding.attempt, finding.ranks, finding.verdict)
     return finding.id
 
 
@@ -255,6 +278,8 @@ def is_over(outcome: Outcome, end_step: int | None) -> bool:
 
 def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
     if kind in LOSS_KINDS:
+        if _is_small(tracked):
+            return Severity.INFO
         if outcome is Outcome.ONGOING:
             doubled = tracked.recent and max(tracked.recent) >= math.log(2.0)
             return Severity.ERROR if doubled and tracked.points >= 3 else Severity.WARNING
@@ -277,6 +302,12 @@ def _severity(kind: str, outcome: Outcome, tracked: Tracked) -> Severity:
     return Severity.WARNING
 
 
+def _is_small(tracked: Tracked) -> bool:
+    """The loss rose by less than 10 %, as it does with the mix of the data, and nothing else moved."""
+    quiet = tracked.baseline > 0 and tracked.peak < SMALL_RISE
+    return quiet and all(alarm.signal == "loss" for alarm in tracked.alarms)
+
+
 def _tall(tracked: Tracked) -> int:
     """How many of its gradient bursts are tall. Those of the early descent do not count: they are how it goes."""
     return sum(
@@ -287,7 +318,8 @@ def _tall(tracked: Tracked) -> int:
 def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str, Suspect]) -> Remedy:
     suspect = known.get(verdict)
     if is_over(outcome, end):
-        return Remedy(action="continue", reason="training came back by itself")
+        repair = "; write the bad shard again before it is read again" if verdict == "bad_shard" else ""
+        return Remedy(action="continue", reason=f"training came back by itself{repair}")
     if suspect is None or suspect.action == "continue":
         return Remedy(action="investigate", reason="the evidence does not single out a cause")
     return Remedy(action=suspect.action, reason=suspect.remedy)
@@ -349,7 +381,12 @@ def summary(finding: Finding, alarms: Sequence[Alarm], known: Mapping[str, Suspe
         end = f"{end}, but {lasting}"
     suspect = known.get(finding.verdict)
     why = f"{suspect.title}: {suspect.explains}" if suspect is not None else "cause undetermined"
+    other = finding.details.get("second_opinion")
+    if isinstance(other, dict) and not other["agrees"]:
+        why += f" (a model trained on the fault bench holds {other['suspect']} likelier: the two disagree, so replay)"
     act = finding.remedy.reason or finding.remedy.action
+    if finding.remedy.action == "continue" and finding.remedy.reason:
+        act = f"nothing, {finding.remedy.reason}"
     return f"{what}, {end}; {why}. To do: {act}." if end else f"{what}; {why}. To do: {act}."
 
 

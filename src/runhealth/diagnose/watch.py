@@ -12,7 +12,7 @@ from runhealth.diagnose.opening import Pollable
 from runhealth.diagnose.report.output import write_output
 from runhealth.diagnose.report.plain import Style, safe, stdout_style
 from runhealth.diagnose.report.words import facts, next_step, title
-from runhealth.diagnose.service import with_liveness
+from runhealth.diagnose.service import beyond_records
 from runhealth.diagnose.told import NEW, Told
 from runhealth.storage.records import SourceInfo
 
@@ -59,7 +59,7 @@ def watch(
                 if looked:  # a run that has died or hangs writes nothing that could be news
                     look_at_ns = now_ns + LIVENESS_NS
                     still = still or (engine if once else _as_it_stands(engine))
-                    report = with_liveness(report, still, now_ns)
+                    report = beyond_records(report, still, now_ns)
                 _tell(report, told, style, hooks, level)
                 if once:
                     done = True

@@ -51,6 +51,7 @@ class Monitor:
     memory_every       cadence of the memory numbers, 0 for never
     watch_activations  module names whose largest absolute output is recorded
     vocab_size         for token_unique_share; else taken from model.config or the first embedding
+    agent              socket of this node's `runhealth agent` (default: $RUNHEALTH_AGENT, else each rank has a log)
     opener             where the log comes from, if not from the store
     """
 
@@ -69,6 +70,7 @@ class Monitor:
         watch_activations: Sequence[str] = (),
         vocab_size: int | None = None,
         clock: Clock | None = None,
+        agent: str | None = None,
         opener: LogOpener | None = None,
     ) -> None:
         for name, every in (
@@ -112,7 +114,9 @@ class Monitor:
         if opener is not None:
             self._sink = Sink(opener, clock=self._clock, who=who)
         else:
-            self._sink = open_in_store(run=run, store=store, config=config, rank=self.rank, clock=self._clock, who=who)
+            self._sink = open_in_store(
+                run=run, store=store, config=config, rank=self.rank, clock=self._clock, who=who, agent=agent
+            )
         self._optimizer_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._optimizer_start_s = 0.0
         for one in as_list(optimizer):
@@ -190,11 +194,17 @@ class Monitor:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        *,
+        total_norm: Tensor | None = None,
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, which it equals bit for bit, with the norm, limit and coefficient kept."""
+        """`torch.nn.utils.clip_grad_norm_`, which it equals bit for bit, with the norm, limit and coefficient kept.
+
+        `total_norm` is the norm where only the loop can know it: a pipeline stage sees its own parameters only."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        grads = [p.grad for p in params if p.grad is not None]
-        total = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        total = total_norm
+        if total is None:
+            grads = [p.grad for p in params if p.grad is not None]
+            total = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         if self._draft is not None and self._active():
             with self._latch.guard("gradients"), torch.no_grad():
                 self._gradients.before_clip(self._draft, params, total, max_norm, float(norm_type))
@@ -335,6 +345,8 @@ class Monitor:
             draft.phases_s = self._phases.take()
             if "backward" in draft.phases_s and self._ddp is not None:
                 draft.phases_s["backward"] = max(0.0, draft.phases_s["backward"] - self._ddp.wait_s)
+            if "wait" in draft.phases_s and self._ddp is not None:  # both, where stages are replicated
+                draft.phases_s["wait"] += self._ddp.wait_s
             draft.values["t_step_s"] = seconds
             self._write(draft, error)
 

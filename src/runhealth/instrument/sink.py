@@ -4,6 +4,7 @@ A record that cannot be written is dropped and counted; it is not kept in memory
 the job. After a failure the store is left alone for growing intervals.
 """
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from runhealth.instrument.guard import say
 from runhealth.storage.errors import ConfigError, StoreError
 from runhealth.storage.ranklog import RankLog
 from runhealth.storage.records import Record
+from runhealth.storage.steadylog import SteadyLog
 from runhealth.storage.store import Store, check_run_name
 
+AGENT_VARIABLE = "RUNHEALTH_AGENT"  # the socket of the node's agent
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 
@@ -39,25 +42,39 @@ LogOpener = Callable[[], OpenedLog]
 
 
 def store_opener(
-    *, run: str, store: str | None, config: Mapping[str, object] | None, rank: int, launch_key: str, attempt: int | None
+    *,
+    run: str,
+    store: str | None,
+    config: Mapping[str, object] | None,
+    rank: int,
+    launch_key: str,
+    attempt: int | None,
+    agent: str | None = None,
 ) -> LogOpener:
-    """Open this rank's log in the store: create the run if it is new, join or claim the attempt."""
+    """Open this rank's log in the store, through the agent of its node if there is one: create the run if it is new,
+    join or claim the attempt."""
+    socket_path = agent or os.environ.get(AGENT_VARIABLE)
+
+    def open_at(number: int, path: str) -> OpenedLog:
+        if socket_path:
+            return OpenedLog(attempt=number, log=SteadyLog(socket_path, path, number, rank))
+        return OpenedLog(attempt=number, log=RankLog.create(path, rank))
 
     def open_log() -> OpenedLog:
         home = Store(store)
         info = home.create_run(run, config)
         if attempt is not None:
-            path = f"{info.path}/log/a{attempt:03d}"
-            return OpenedLog(attempt=attempt, log=RankLog.create(path, rank))
+            return open_at(attempt, f"{info.path}/log/a{attempt:03d}")
         claimed = home.claim_attempt(info, launch_key)
-        return OpenedLog(attempt=claimed.attempt, log=RankLog.create(claimed.path, rank))
+        return open_at(claimed.attempt, claimed.path)
 
     return open_log
 
 
 def open_in_store(
-    *, run: str, store: str | None, config: Mapping[str, object] | None, rank: int, clock: Clock, who: str
-) -> "Sink":
+    *, run: str, store: str | None, config: Mapping[str, object] | None, rank: int, clock: Clock, who: str,
+    agent: str | None = None,
+) -> "Sink":  # fmt: skip
     """The sink of this rank's log in the store. Raises ConfigError for a name or an attempt that cannot be. In a
     process group this is a collective, unless a supervisor has set the attempt."""
     try:
@@ -67,7 +84,9 @@ def open_in_store(
     attempt = world.preset_attempt()
 
     def open_with(key: str) -> Sink:
-        opener = store_opener(run=run, store=store, config=config, rank=rank, launch_key=key, attempt=attempt)
+        opener = store_opener(
+            run=run, store=store, config=config, rank=rank, launch_key=key, attempt=attempt, agent=agent
+        )
         return Sink(opener, clock=clock, who=who)
 
     if attempt is not None:

@@ -4,6 +4,8 @@ The ranks of a node send their frames over a Unix socket to the node's agent. It
 one `write()` to its own log, `<attempt>/n<node>/`, and acknowledges after that; so a step whose `AgentLog.append` has
 returned is as safe as with a `RankLog`, whichever process dies.
 
+Hello:    magic `RHAH` | 0 u32 | rank i32 | attempt u32
+Reply:    attempt u32 | 0 u32, or bytes of an error message u32 | message
 Request:  magic `RHAG` | payload bytes u32 | rank i32 | number u32 | frames
 Reply:    number u32 | bytes of an error message u32 | message
 """
@@ -29,6 +31,8 @@ from runhealth.storage.records import Record
 _REQUEST = struct.Struct("<4sIiI")
 _REPLY = struct.Struct("<II")
 _MAGIC = b"RHAG"
+_HELLO = b"RHAH"
+_LIVES = 1000  # of one node's agents in an attempt: each takes the next number, for a log is never reopened
 _RECEIVE_BYTES = 1 << 18
 _SCHEMAS_KEPT = 512  # of one rank; a rank with more of them announces them again
 
@@ -45,6 +49,17 @@ class NodeLog(RankLog):
     ) -> "NodeLog":  # fmt: skip
         """Claim `<attempt_dir>/n<node>`. Raises StoreError if it is claimed or cannot be written."""
         return cls._claim(attempt_dir, f"n{node:05d}", -1, fsync=fsync, segment_bytes=segment_bytes, clock=clock)
+
+    @classmethod
+    def open_next(
+        cls, attempt_dir: str, node: int, *, fsync: Literal["background", "step"] = "background"
+    ) -> "NodeLog":  # fmt: skip
+        """Like `open` for an agent that may not be the first of its node in this attempt: node 3 takes n03000, then
+        n03001 and so on. Raises StoreError."""
+        for number in range(node * _LIVES, (node + 1) * _LIVES):
+            if not Path(attempt_dir, f"n{number:05d}").exists():
+                return cls.open(attempt_dir, number, fsync=fsync)
+        raise StoreError(f"{_LIVES} agents of node {node} wrote to {attempt_dir} already")
 
     def _identity(self) -> Mapping[str, object]:
         return {"node": int(self._folder.name[1:])}
@@ -76,7 +91,8 @@ class _Client:
 
     socket: socket.socket
     number: int
-    rank: int | None = None
+    rank: int = -1
+    attempt: int = -1  # until it has said whose it is
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     schemas: dict[bytes, None] = field(default_factory=dict)
@@ -84,15 +100,20 @@ class _Client:
 
 
 class Agent:
-    """Serves one attempt on one node until `close`. Messages of a broken client end its connection, nobody else's."""
+    """Serves the ranks of one node until `close`, into the log of the attempt that each says it is of. Messages of a
+    broken client end its connection, nobody else's.
 
-    def __init__(self, log: NodeLog, socket_path: str) -> None:
-        self._log = log
+    `open_log` opens the log of an attempt when its first rank comes; it raises StoreError.
+    """
+
+    def __init__(self, open_log: Callable[[int], NodeLog], socket_path: str) -> None:
+        self._open_log = open_log
+        self._logs: dict[int, NodeLog] = {}
         self.path = socket_path
         self.batches = 0  # that were acknowledged
         self.refused = 0  # connections that were ended because of what they sent
         self._connections = 0
-        self._ranks: dict[int, _Client] = {}
+        self._ranks: dict[tuple[int, int], _Client] = {}  # attempt, rank
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -113,7 +134,7 @@ class Agent:
 
     def turn(self, wait_s: float) -> None:
         """One round: read what every rank sent, write it to the log at once, acknowledge."""
-        due: list[tuple[_Client, int, int, bytes]] = []
+        due: dict[int, list[tuple[_Client, int, bytes]]] = {}
         for key, events in self._selector.select(wait_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -121,10 +142,10 @@ class Agent:
             client: _Client = key.data
             if events & selectors.EVENT_WRITE:
                 self._send(client)
-            if events & selectors.EVENT_READ:
-                due += self._receive(client)
-        if due:
-            self._take(due)
+            if events & selectors.EVENT_READ and (came := self._receive(client)):
+                due.setdefault(client.attempt, []).extend(came)
+        for attempt, batches in due.items():
+            self._take(self._logs[attempt], batches)
 
     def close(self) -> None:
         """End all connections and the log."""
@@ -134,7 +155,8 @@ class Agent:
         self._selector.close()
         self._listener.close()
         Path(self.path).unlink(missing_ok=True)
-        self._log.close()
+        for log in self._logs.values():
+            log.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -143,7 +165,7 @@ class Agent:
             self._connections += 1
             self._selector.register(connection, selectors.EVENT_READ, _Client(connection, self._connections))
 
-    def _receive(self, client: _Client) -> list[tuple[_Client, int, int, bytes]]:
+    def _receive(self, client: _Client) -> list[tuple[_Client, int, bytes]]:
         try:
             data = client.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -157,26 +179,40 @@ class Agent:
         due = []
         while len(client.incoming) >= _REQUEST.size:
             magic, length, rank, number = _REQUEST.unpack_from(client.incoming)
-            if magic != _MAGIC or length > MAX_PAYLOAD_BYTES:
+            known = client.attempt >= 0
+            if magic != (_MAGIC if known else _HELLO) or length > MAX_PAYLOAD_BYTES or (known and rank != client.rank):
                 self.refused += 1
                 self._end(client)
                 return []
             end = _REQUEST.size + length
             if len(client.incoming) < end:
                 break
-            due.append((client, rank, number, bytes(client.incoming[_REQUEST.size : end])))
+            if known:
+                due.append((client, number, bytes(client.incoming[_REQUEST.size : end])))
+            else:
+                self._greet(client, attempt=number, rank=rank)
             del client.incoming[:end]
         return due
 
-    def _take(self, due: Sequence[tuple[_Client, int, int, bytes]]) -> None:
-        segment = self._log.sequence
+    def _greet(self, client: _Client, *, attempt: int, rank: int) -> None:
+        problem = ""
+        try:
+            if (attempt, rank) in self._ranks:
+                raise StoreError(f"rank {rank} writes over another connection already")
+            if attempt not in self._logs:
+                self._logs[attempt] = self._open_log(attempt)
+            client.attempt, client.rank = attempt, rank
+            self._ranks[attempt, rank] = client
+        except StoreError as err:
+            problem = str(err)
+        self._reply(client, attempt, problem)
+
+    def _take(self, log: NodeLog, due: Sequence[tuple[_Client, int, bytes]]) -> None:
+        segment = log.sequence
         batches: list[tuple[int, int, bytes]] = []
         sound: list[tuple[_Client, int]] = []
-        for client, rank, number, frames in due:
-            if self._ranks.setdefault(rank, client) is not client or client.rank not in (None, rank):
-                self._reply(client, number, f"rank {rank} writes over another connection already")
-                continue
-            client.rank = rank
+        for client, number, frames in due:
+            rank = client.rank
             try:
                 inner = inner_frames(frames)
             except CorruptDataError as err:
@@ -195,7 +231,7 @@ class Agent:
         problem = ""
         if batches:
             try:
-                self._log.append_ranked(batches)
+                log.append_ranked(batches)
             except StoreError as err:
                 problem = str(err)
         for client, number in sound:
@@ -226,11 +262,20 @@ class Agent:
             self._selector.modify(client.socket, wanted, client)
 
     def _end(self, client: _Client) -> None:
-        if client.rank is not None and self._ranks.get(client.rank) is client:
-            del self._ranks[client.rank]
+        if self._ranks.get((client.attempt, client.rank)) is client:
+            del self._ranks[client.attempt, client.rank]
         if client.socket.fileno() >= 0:
             self._selector.unregister(client.socket)
             client.socket.close()
+
+
+class AgentGoneError(StoreError):
+    """There is no connection to the agent, or it ended before the answer. `frames`, all of them or none, may be in the
+    agent's log; they will not come there any more."""
+
+    def __init__(self, message: str, frames: bytes) -> None:
+        super().__init__(message)
+        self.frames = frames
 
 
 class AgentLog:
@@ -246,8 +291,7 @@ class AgentLog:
         self._socket: socket.socket | None = None
         self._number = 0
         self._pid = os.getpid()
-        with self._lock:
-            self._connect()
+        self._connect()
 
     def append(self, records: Sequence[Record]) -> None:
         """Hand the records to the agent; when this returns they are in its log.
@@ -263,19 +307,36 @@ class AgentLog:
                     f"met attempt {record.attempt}, rank {record.rank}"
                 )
         with self._lock:
-            connection = self._socket or self._connect()
+            try:
+                connection = self._socket or self._connect()
+            except StoreError as err:
+                raise AgentGoneError(str(err), b"") from err
             frames = b"".join(self._encoder.encode(records))
             self._number = (self._number + 1) % 2**32
             try:
-                connection.sendall(_REQUEST.pack(_MAGIC, len(frames), self.rank, self._number) + frames)
-                number, length = _REPLY.unpack(_exactly(connection, _REPLY.size))
-                problem = _exactly(connection, length).decode(errors="replace")
-            except (OSError, struct.error) as err:
+                problem = self._ask(connection, _REQUEST.pack(_MAGIC, len(frames), self.rank, self._number) + frames)
+            except TimeoutError as err:
+                raise StoreError(f"the agent at {self.path} did not answer; this step may be lost") from err
+            except OSError as err:
+                raise AgentGoneError(
+                    f"the agent at {self.path} did not acknowledge: {err}; this step may be lost", frames
+                ) from err
+            if problem:
                 self._disconnect()
-                raise StoreError(f"the agent at {self.path} did not acknowledge: {err}; this step may be lost") from err
-            if problem or number != self._number:
-                self._disconnect()
-                raise StoreError(f"the agent at {self.path} refused: {problem or 'an answer out of turn'}")
+                raise StoreError(f"the agent at {self.path} refused: {problem}")
+
+    def _ask(self, connection: socket.socket, message: bytes) -> str:
+        """The agent's answer to a message: empty, or why not. Disconnects where there is none, and raises OSError."""
+        try:
+            connection.sendall(message)
+            number, length = _REPLY.unpack(_exactly(connection, _REPLY.size))
+            problem = _exactly(connection, length).decode(errors="replace")
+            if number != _REQUEST.unpack_from(message)[3]:
+                raise ConnectionError("an answer out of turn")
+        except OSError:
+            self._disconnect()
+            raise
+        return problem
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -293,10 +354,15 @@ class AgentLog:
         connection.settimeout(self._timeout_s)
         try:
             connection.connect(self.path)
+            self._socket = connection
+            problem = self._ask(connection, _REQUEST.pack(_HELLO, 0, self.rank, self.attempt))
         except OSError as err:
             connection.close()
+            self._socket = None
             raise StoreError(f"no agent answers at {self.path}: {err.strerror or err}") from err
-        self._socket = connection
+        if problem:
+            self._disconnect()
+            raise StoreError(f"the agent at {self.path} refused: {problem}")
         return connection
 
     def _disconnect(self) -> None:

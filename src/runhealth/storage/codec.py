@@ -373,6 +373,11 @@ def ranked_frame(rank: int, connection: int, frames: bytes, ts_ns: int) -> bytes
     return encode_frame(FrameKind.RANKED, 0, ts_ns, _RANK.pack(rank, connection) + frames)
 
 
+def ranked_of(frame: Frame) -> tuple[int, bytes]:
+    """The rank that a frame of a node's log is of, and its frames."""
+    return _RANK.unpack_from(frame.payload)[0], frame.payload[_RANK.size :]
+
+
 def inner_frames(data: bytes, start: int = 0) -> list[Frame]:
     """All frames from `start` to the end of `data`. Raises CorruptDataError unless they are whole and sound."""
     frames = []

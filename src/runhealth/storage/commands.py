@@ -1,8 +1,13 @@
-"""`runhealth store …` and `runhealth compact`: arguments and calls; what they do is in the modules they import."""
+"""`runhealth store …`, `compact` and `agent`: arguments and calls; what they do is in the modules they import."""
 
 import argparse
+import os
+import signal
 import sys
+import threading
 import time
+
+from runhealth.storage.errors import ConfigError
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +48,44 @@ def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", default=argparse.SUPPRESS, help="folder of the runs (default: $RUNHEALTH_STORE, else ./runs)"
     )
+
+
+def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `runhealth agent`."""
+    parser.add_argument("run", metavar="RUN", help="the run's name, as the ranks of this node give it to their monitor")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="Unix socket to listen on")
+    parser.add_argument("--node", type=int, metavar="N", help="number of this node (default: $GROUP_RANK, else 0)")
+    parser.add_argument("--fsync", choices=("background", "step"), default="background", help="when to flush to disk")
+    parser.add_argument(
+        "--store", default=argparse.SUPPRESS, help="folder of the runs (default: $RUNHEALTH_STORE, else ./runs)"
+    )
+
+
+def run_agent(args: argparse.Namespace) -> int:
+    """Write one log for the ranks of this node until SIGTERM or SIGINT. Raises RunhealthError."""
+    from runhealth.storage.agent import Agent, NodeLog
+    from runhealth.storage.places import is_remote
+    from runhealth.storage.store import Store, check_run_name
+
+    check_run_name(args.run)
+    root = Store(getattr(args, "store", None)).root
+    node = args.node if args.node is not None else int(os.environ.get("GROUP_RANK", "0"))
+    if is_remote(root) or node < 0:
+        raise ConfigError(f"expected a local store and a node from 0 on, met {root} and {node}")
+
+    def open_log(attempt: int) -> NodeLog:
+        return NodeLog.open_next(f"{root}/{args.run}/log/a{attempt:03d}", node, fsync=args.fsync)
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    agent = Agent(open_log, args.socket)
+    try:
+        print(f"node {node} of run {args.run}: listening on {args.socket}", flush=True)
+        agent.serve(stop)
+    finally:
+        agent.close()
+    return 0
 
 
 def run_store(args: argparse.Namespace) -> int:

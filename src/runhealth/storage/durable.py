@@ -1,6 +1,7 @@
 """Files that are whole or not there, and stay when the machine goes down."""
 
 import os
+import uuid
 from pathlib import Path
 
 
@@ -14,15 +15,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Replace `target` by `data`, flushed; readers see the old file or the new one. Raises OSError."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    """Replace `target` by `data`, flushed; readers see the old file or the new one. A file that was there before lends
+    its permissions. Raises OSError."""
+    temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
+            if target.exists():
+                temporary.chmod(target.stat().st_mode & 0o777)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     sync_folder(target.parent)

@@ -5,26 +5,34 @@ often the database was built anew; so it is enough to count, for each table, att
 that are in no part yet were given out.
 """
 
+from collections.abc import Mapping
+
 import polars as pl
 
 from runhealth.storage.parts import union_sql
 from runhealth.storage.records import Record
-from runhealth.storage.rows import BUILDERS
+from runhealth.storage.rows import OTHERS, ROWS
 from runhealth.storage.store import RunInfo
 from runhealth.storage.tail import order
 from runhealth.storage.view import View
 
 _KEY = ["attempt", "rank"]
+_GIVEN = {"attempt": pl.Int32, "rank": pl.Int32, "given": pl.Int64}
 
 
 class PublishedFollower:
     """Gives out each record of a published run once. `read` looks for a newer publication."""
 
-    def __init__(self, info: RunInfo) -> None:
+    def __init__(self, info: RunInfo, given: Mapping[tuple[str, int, int], int] | None = None) -> None:
+        """`given`: how many rows of (table, attempt, rank) somebody has already who begins here."""
         self._info = info
         self._version: str | None = None
-        self._parts: set[str] = set()  # files that were given out whole
+        self._in_parts: dict[str, int] = {}  # table -> rows given out that are in parts now: all up to some part
         self._given: dict[str, pl.DataFrame] = {}  # table -> attempt, rank, rows given out that were in no part
+        for table, *_ in OTHERS + ROWS if given else ():
+            rows = [(*key[1:], count) for key, count in (given or {}).items() if key[0] == table]
+            self._given[table] = pl.DataFrame(rows, schema=_GIVEN, orient="row")
+        self.offsets: dict[str, int] = {}  # bytes of each rank log that what was given out covers
 
     def read(self) -> list[Record]:
         """Records that were published since the last call, ordered like `RunReader.records()`."""
@@ -37,6 +45,7 @@ class PublishedFollower:
             else:
                 records = sorted(self._new(view), key=order)
             self._version = view.version
+            self.offsets = view.published_offsets
         finally:
             view.close()
         return records
@@ -44,23 +53,26 @@ class PublishedFollower:
     def _new(self, view: View) -> list[Record]:
         names = view.signal_names()
         records: list[Record] = []
-        for table, build in BUILDERS:
+        for table, build, _ in OTHERS + ROWS:
             columns = view.query(view.recent[table] + " LIMIT 0")
             types = {
                 name: kind for name, kind, *_ in view.connection.execute(f"DESCRIBE {view.recent[table]}").fetchall()
             }
             given = self._given.get(table)
+            done = self._in_parts.get(table, 0)
             for part, path in view.parts:
-                if part.table_name == table and part.file not in self._parts:
+                if part.table_name == table and part.first_row + part.rows > done:
                     frame = view.query(union_sql(view.connection, [path], types))
                     frame = pl.concat([columns, frame], how="diagonal")
-                    fresh, given = _beyond(frame, given)
+                    # parts that were merged begin with rows that were in a part before
+                    fresh, given = _beyond(frame.slice(max(0, done - part.first_row)), given)
                     records += build(fresh, names.get(table, {}))
+                    done = part.first_row + part.rows
+            self._in_parts[table] = done
             frame = view.query(view.recent[table])
             fresh, _ = _beyond(frame, given)
             records += build(fresh, names.get(table, {}))
             self._given[table] = frame.group_by(_KEY).agg(pl.len().cast(pl.Int64).alias("given"))
-        self._parts |= {part.file for part, _ in view.parts}
         return records
 
 

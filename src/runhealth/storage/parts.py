@@ -24,7 +24,7 @@ from runhealth.storage.durable import sync_folder, write_whole
 from runhealth.storage.errors import CorruptDataError
 from runhealth.storage.schema import RECORD_TABLES, Table, quoted
 
-MANIFEST_FORMAT_VERSION = 1
+MANIFEST_FORMAT_VERSION = 2  # 2: `last`, of merged parts
 _CELLS_A_GROUP = 4_000_000  # of one row group: bounds the memory of whoever writes or reads it
 _GROUP_ROWS = (8_192, 122_880)
 _KEYS = ("attempt", "step", "rank")
@@ -48,9 +48,12 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`parts/<number>.json`: the files of one part, the signals known by then, and the bytes covered of each log."""
+    """`parts/<number>.json`: the files of one part, the signals known by then, and the bytes covered of each log.
+
+    Parts that were merged have one manifest, under the number of their first; `last` is the number of their last."""
 
     number: int
+    last: int
     files: tuple[PartFile, ...]
     signals: tuple[tuple[Any, ...], ...]
     progress: tuple[tuple[Any, ...], ...]
@@ -77,32 +80,49 @@ def write_part(
         ((rows, first_step, last_step),) = found
         if rows:
             target = run / f"parts/{number:06d}-{table.name}.parquet"
-            _write_table(connection, table, target)
+            written = write_table(connection, table, table.name, target)
+            if written != rows:
+                raise CorruptDataError(f"{target} has {written} rows, expected {rows}")
             files.append(
-                PartFile(
-                    number=number, table_name=table.name, file=f"parts/{target.name}", rows=rows,
-                    first_row=first_rows.get(table.name, 0), size_bytes=target.stat().st_size,
-                    xxh3_64=_hash(target), first_step=first_step, last_step=last_step,
-                )
-            )  # fmt: skip
+                describe_file(target, number, table, rows, first_rows.get(table.name, 0), (first_step, last_step))
+            )
     if not files:
         return None
     manifest = Manifest(
         number=number,
+        last=number,
         files=tuple(files),
         signals=tuple(connection.execute("SELECT * FROM signals ORDER BY rowid").fetchall()),
         progress=tuple(connection.execute("SELECT * FROM progress ORDER BY file").fetchall()),
     )
-    body = json.dumps({"format_version": MANIFEST_FORMAT_VERSION, **asdict(manifest)}, indent=0)
-    write_whole(run / manifest_name(number), body.encode())
+    write_manifest(run, manifest)
     return manifest
+
+
+def describe_file(file: Path, number: int, table: Table, rows: int, first_row: int, steps: tuple[int, int]) -> PartFile:
+    """What a manifest says of a file that was just written."""
+    return PartFile(
+        number=number, table_name=table.name, file=f"parts/{file.name}", rows=rows, first_row=first_row,
+        size_bytes=file.stat().st_size, xxh3_64=_hash(file), first_step=steps[0], last_step=steps[1],
+    )  # fmt: skip
+
+
+def write_manifest(run: Path, manifest: Manifest) -> None:
+    """Replace `parts/<number>.json`, whole and flushed. Raises OSError."""
+    body = json.dumps({"format_version": MANIFEST_FORMAT_VERSION, **asdict(manifest)}, indent=0)
+    write_whole(run / manifest_name(manifest.number), body.encode())
+
+
+def following(manifests: Sequence[Manifest]) -> int:
+    """The number of the part that comes after these."""
+    return manifests[-1].last + 1 if manifests else 0
 
 
 def read_manifests(run: Path) -> list[Manifest]:
     """The parts of a local run, complete from the first on. Raises CorruptDataError if one cannot be read."""
     manifests: list[Manifest] = []
-    while (run / manifest_name(len(manifests))).exists():
-        file = run / manifest_name(len(manifests))
+    while (run / manifest_name(following(manifests))).exists():
+        file = run / manifest_name(following(manifests))
         try:
             body = json.loads(file.read_text())
             version = body.pop("format_version")
@@ -113,6 +133,7 @@ def read_manifests(run: Path) -> list[Manifest]:
             manifests.append(
                 Manifest(
                     number=body["number"],
+                    last=body.get("last", body["number"]),
                     files=tuple(PartFile(**one) for one in body["files"]),
                     signals=tuple(map(tuple, body["signals"])),
                     progress=tuple(map(tuple, body["progress"])),
@@ -123,6 +144,14 @@ def read_manifests(run: Path) -> list[Manifest]:
                 raise
             raise CorruptDataError(f"{file} cannot be read ({err!r}): restore it from a copy of the run") from err
     return manifests
+
+
+def is_whole(run: Path, part: PartFile) -> bool:
+    """Is the file there, with the size that it should have? DuckDB refuses any query over a file that is not."""
+    try:
+        return (run / part.file).stat().st_size == part.size_bytes
+    except OSError:
+        return False
 
 
 def problem_of(run: Path, part: PartFile) -> str:
@@ -157,24 +186,50 @@ def union_sql(
 
     `base` is an SQL expression of the folder that `paths` begin with; `connection` must be able to evaluate it.
     """
-    listed = ", ".join(f"{base}'{_literal(path)}'" for path in paths)
-    source = f"read_parquet([{listed}], union_by_name = true)"
-    columns = []
-    for name, kind, *_ in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall():
-        wanted = types.get(name, kind)
-        columns.append(quoted(name) if wanted == kind else f"CAST({quoted(name)} AS {wanted}) AS {quoted(name)}")
-    return f"SELECT {', '.join(columns)} FROM {source}"
+    listed = [f"{base}'{_literal(path)}'" for path in paths]
+    selects = []
+    for group in _compatible(connection, listed):
+        source = f"read_parquet([{', '.join(group)}], union_by_name = true)"
+        columns = []
+        for name, kind, *_ in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall():
+            wanted = types.get(name, kind)
+            columns.append(quoted(name) if wanted == kind else f"CAST({quoted(name)} AS {wanted}) AS {quoted(name)}")
+        selects.append(f"SELECT {', '.join(columns)} FROM {source}")
+    return " UNION ALL BY NAME ".join(selects)
+
+
+def _compatible(connection: duckdb.DuckDBPyConnection, listed: Sequence[str]) -> list[list[str]]:
+    """The files in runs that may be read as one: where a column is FLOAT in one file and an integer in another, DuckDB
+    would take it to be FLOAT in all of them, which does not hold integers beyond 2^24."""
+    rows = connection.execute(
+        f"SELECT file_name, name, type = 'FLOAT' FROM parquet_schema([{', '.join(listed)}]) "
+        "WHERE type IN ('FLOAT', 'INT32', 'INT64')"
+    ).fetchall()
+    kinds: dict[str, dict[str, bool]] = {}
+    for file, name, is_float in rows:
+        kinds.setdefault(file, {})[name] = is_float
+    groups: list[list[str]] = []
+    met: dict[str, bool] = {}
+    for one, found in zip(listed, kinds.values(), strict=True):
+        if not groups or any(met.get(name, is_float) != is_float for name, is_float in found.items()):
+            groups.append([])
+            met = {}
+        groups[-1].append(one)
+        met |= found
+    return groups
 
 
 def _literal(text: str) -> str:
     return text.replace("'", "''")
 
 
-def _write_table(connection: duckdb.DuckDBPyConnection, table: Table, target: Path) -> None:
-    columns = connection.execute(f"DESCRIBE {table.name}").fetchall()
+def write_table(connection: duckdb.DuckDBPyConnection, table: Table, source: str, target: Path) -> int:
+    """Write the rows of `source` (a table's name or a SELECT) as `target`, flushed; returns how many they were."""
+    source = source if source == table.name else f"({source})"
+    columns = connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
     names = [(name, kind) for name, kind, *_ in columns]
-    present = _present(connection, table, [name for name, _ in names])
-    narrow = _single(connection, table, [name for name, kind in names if kind == "DOUBLE" and name in present])
+    present = _present(connection, source, [name for name, _ in names])
+    narrow = _single(connection, source, [name for name, kind in names if kind == "DOUBLE" and name in present])
     wanted = [name for name, _ in table.fixed] + [name for name, _ in names if name in present]
     chosen = list(dict.fromkeys(wanted))
     selected = ", ".join(
@@ -182,9 +237,10 @@ def _write_table(connection: duckdb.DuckDBPyConnection, table: Table, target: Pa
     )
     low, high = _GROUP_ROWS
     group = max(low, min(high, _CELLS_A_GROUP // len(chosen)))
-    reader = connection.sql(f"SELECT {selected} FROM {table.name}").to_arrow_reader(group)
-    encodings = {field.name: encoding for field in reader.schema if (encoding := _encoding(field.type))}
+    reader = connection.sql(f"SELECT {selected} FROM {source}").to_arrow_reader(group)
+    encodings = {field.name: encoding for field in reader.schema if (encoding := _encoding(field.name, field.type))}
     temporary = target.with_name(f".{target.name}.tmp")
+    rows = 0
     try:
         with pq.ParquetWriter(
             temporary, reader.schema, compression="zstd", compression_level=3,
@@ -194,6 +250,7 @@ def _write_table(connection: duckdb.DuckDBPyConnection, table: Table, target: Pa
         ) as writer:  # fmt: skip
             for batch in reader:
                 writer.write_batch(batch, row_group_size=group)
+                rows += len(batch)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -201,17 +258,18 @@ def _write_table(connection: duckdb.DuckDBPyConnection, table: Table, target: Pa
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+    return rows
 
 
-def _present(connection: duckdb.DuckDBPyConnection, table: Table, names: Sequence[str]) -> set[str]:
+def _present(connection: duckdb.DuckDBPyConnection, source: str, names: Sequence[str]) -> set[str]:
     """Columns that hold any value."""
     counts = connection.execute(
-        f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM {table.name}"
+        f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM {source}"
     ).fetchall()[0]
     return {name for name, count in zip(names, counts, strict=True) if count}
 
 
-def _single(connection: duckdb.DuckDBPyConnection, table: Table, names: Sequence[str]) -> set[str]:
+def _single(connection: duckdb.DuckDBPyConnection, source: str, names: Sequence[str]) -> set[str]:
     """DOUBLE columns whose values are all single precision, so half the bytes hold them exactly."""
     if not names:
         return set()
@@ -219,11 +277,15 @@ def _single(connection: duckdb.DuckDBPyConnection, table: Table, names: Sequence
         f"bool_and({c} IS NULL OR isnan({c}) OR coalesce(CAST(TRY_CAST({c} AS FLOAT) AS DOUBLE) = {c}, false))"
         for c in map(quoted, names)
     )
-    row = connection.execute(f"SELECT {checks} FROM {table.name}").fetchall()[0]
+    row = connection.execute(f"SELECT {checks} FROM {source}").fetchall()[0]
     return {name for name, single in zip(names, row, strict=True) if single}
 
 
-def _encoding(kind: pa.DataType) -> str | None:
+def _encoding(column: str, kind: pa.DataType) -> str | None:
+    if column in ("attempt", "rank"):
+        return None  # few values in a dictionary are found faster
+    if column == "step":
+        return "PLAIN"  # likewise, and zstd packs it as small
     if pa.types.is_floating(kind):
         return "BYTE_STREAM_SPLIT"
     if pa.types.is_integer(kind):

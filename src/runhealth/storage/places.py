@@ -1,6 +1,7 @@
 """A folder that may be local or on any fsspec file system, read-only. The few calls that reading a store needs."""
 
 import posixpath
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,6 +135,16 @@ class RemotePlace:
         except Exception as err:
             raise StoreError(f"cannot read {self.path}/{name}: {err}") from err
         return data.decode(errors="replace")
+
+    def read_texts(self, names: Sequence[str]) -> dict[str, str]:
+        """Several files at once, without those that are not there: one round trip where the file system can."""
+        fs, path = self._fs()
+        files = {f"{path}/{name}": name for name in names}
+        try:
+            found = fs.cat(list(files), on_error="omit") if files else {}
+        except Exception as err:
+            raise StoreError(f"cannot read the runs in {self.path}: {err}") from err
+        return {files[file]: data.decode(errors="replace") for file, data in found.items() if file in files}
 
     def version(self, name: str) -> str:
         fs, path = self._fs()

@@ -13,10 +13,15 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if fields else 0  # field 22 of proc(5), counted after the name
 
 
+def is_here(writer: Mapping[str, Any]) -> bool:
+    """Did the writer run on this host?"""
+    return bool(writer.get("host") == socket.gethostname())
+
+
 def is_dead(writer: Mapping[str, Any]) -> bool:
     """True if the writer named by a segment header is known to be gone; False on another host, where nobody can say.
     One that has ended and waits for its parent only (a zombie) is gone."""
-    if writer.get("host") != socket.gethostname():
+    if not is_here(writer):
         return False
     pid = int(writer.get("pid", 0))
     try:
@@ -31,7 +36,7 @@ def is_dead(writer: Mapping[str, Any]) -> bool:
 def is_stopped(writer: Mapping[str, Any]) -> bool:
     """True if the writer lives on this host and is suspended: by SIGSTOP, or by a debugger."""
     pid = int(writer.get("pid", 0))
-    return writer.get("host") == socket.gethostname() and not is_dead(writer) and _state(pid) in ("T", "t")
+    return is_here(writer) and not is_dead(writer) and _state(pid) in ("T", "t")
 
 
 def _state(pid: int) -> str:

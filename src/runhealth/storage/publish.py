@@ -23,6 +23,7 @@ import duckdb
 from runhealth.storage.database import (
     build_successor,
     connect,
+    enter_parts,
     fill_from_manifests,
     make_views,
     open_tables,
@@ -31,7 +32,18 @@ from runhealth.storage.database import (
 from runhealth.storage.durable import sync_folder
 from runhealth.storage.errors import CorruptDataError, StoreError
 from runhealth.storage.lease import lease
-from runhealth.storage.parts import Manifest, manifest_name, read_manifests, union_sql, write_part
+from runhealth.storage.merge import merge, remove_pieces, to_merge
+from runhealth.storage.parts import (
+    Manifest,
+    PartFile,
+    following,
+    is_whole,
+    manifest_name,
+    problem_of,
+    read_manifests,
+    union_sql,
+    write_part,
+)
 from runhealth.storage.places import is_remote
 from runhealth.storage.records import Record, Rejected
 from runhealth.storage.retention import retire_logs
@@ -40,7 +52,7 @@ from runhealth.storage.tail import RetiredLogError, RunTail, SegmentTail, reject
 
 _CHUNK_BYTES = 16 * 1024 * 1024  # of rank logs in one transaction
 PART_BYTES = 64 * 1024 * 1024  # of rank logs; beyond the last part, run.duckdb holds about as much
-RETENTION_S = 900.0  # how long a rank log stays after a part covers it: for readers that follow it
+RETENTION_S = 900.0  # how long a rank log stays after a part covers it, and a part after a merge: for readers
 _SUCCESSOR = "successor.duckdb"
 _LAST_WAIT_S = 10.0  # for somebody who compacts just when the run ends
 # Trouble of the machine, not of the database: building it anew would not help.
@@ -85,7 +97,8 @@ class Publisher:
     def publish(self, *, wait_s: float = 0.0, seal: bool = False) -> PublishResult:
         """Take in what the rank logs gained and replace run.duckdb. Idempotent. Raises StoreError with the path.
 
-        Waits up to `wait_s` for another publisher. `seal` makes a part of all rows, however few they are.
+        Waits up to `wait_s` for another publisher. `seal` makes a part of all rows, however few they are, and merges
+        all small parts that should be; otherwise one merge is done at most.
         """
         started = time.monotonic()
         retired = 0
@@ -100,6 +113,7 @@ class Publisher:
                     records, replaced = self._publish(rebuild=True, seal=seal)
                 if self._manifests:
                     retired = retire_logs(self._run, self._manifests[-1], self._retention_s)
+                    remove_pieces(self._run, self._manifests, self._retention_s)
         except duckdb.Error as err:
             self._tail = None
             raise StoreError(f"cannot publish {self._target}: {str(err).splitlines()[0]}") from err
@@ -113,6 +127,8 @@ class Publisher:
             self._tail = None
             raise StoreError(f"cannot publish {self._target}: {err.strerror} ({err.filename})") from err
         rejected = tuple(self._tail.rejected()) if self._tail else ()
+        torn = [part for manifest in self._manifests for part in manifest.files if not is_whole(self._run, part)]
+        rejected += tuple(Rejected(line=0, why=problem_of(self._run, part)) for part in torn)
         return PublishResult(
             path=str(self._target), records=records, replaced=replaced, seconds=time.monotonic() - started,
             rejected=rejected, parts=len(self._manifests), retired=retired,
@@ -182,26 +198,67 @@ class Publisher:
                 successor.replace(self._private)
         self._claims = claims
         assert generation is not None
-        if self._up_to_date(generation[0]):
+        current = self._merge(generation[0], all_of_them=seal)
+        if self._up_to_date(current):
             return taken, False
-        self._replace(generation[0])
+        self._replace(current)
         return taken, True
+
+    def _merge(self, generation: str, *, all_of_them: bool) -> str:
+        """Merge small parts; returns the generation of the private database then."""
+        damaged: set[int] = set()
+        while pieces := to_merge(self._manifests, damaged):
+            bad = {m.number for m in pieces if any(problem_of(self._run, part) for part in m.files)}
+            if bad:
+                damaged |= bad
+                continue
+            connection = connect(self._private)
+            try:
+                merged = merge(connection, self._run, pieces)
+                at = self._manifests.index(pieces[0])
+                self._manifests = [*self._manifests[:at], merged, *self._manifests[at + len(pieces) :]]
+                generation = self._list_parts(connection)
+                connection.execute("CHECKPOINT")
+            finally:
+                connection.close()
+            if not all_of_them:
+                break
+        return generation
+
+    def _list_parts(self, connection: duckdb.DuckDBPyConnection) -> str:
+        """Make the database say what the manifests say; returns its generation."""
+        generation = uuid.uuid4().hex
+        connection.execute("BEGIN")
+        connection.execute("DELETE FROM parts")
+        enter_parts(connection, [part for manifest in self._manifests for part in manifest.files])
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (generation,))
+        connection.execute("COMMIT")
+        return generation
 
     def _open_tables(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Tables of the current format, and what they say of parts; a database that contradicts the parts on disk
         counts as damaged and is built anew."""
         (self._folder / _SUCCESSOR).unlink(missing_ok=True)
         open_tables(connection)
-        listed = connection.execute("SELECT count(DISTINCT number) FROM parts").fetchone()
-        assert listed is not None
+        listed: dict[int, set[str]] = {}
+        for number, file in connection.execute("SELECT number, file FROM parts").fetchall():
+            listed.setdefault(number, set()).add(file)
+        newest = max(listed, default=-1)
         manifests = read_manifests(self._run)
-        if len(manifests) < listed[0]:
+        if newest >= following(manifests):
             raise CorruptDataError(
-                f"{self._run / manifest_name(len(manifests))} is missing, but run.duckdb needs {listed[0]} parts: "
-                "restore it from a copy of the run"
+                f"{self._run / manifest_name(following(manifests))} is missing, but run.duckdb needs "
+                f"{newest + 1} parts: restore it from a copy of the run"
             )
         # A part that was written but not entered belongs to a publisher that died: its rows are still in the tables.
-        self._manifests = manifests[: listed[0]]
+        self._manifests = [manifest for manifest in manifests if manifest.number <= newest]
+        merged = [m for m in self._manifests if listed.get(m.number) != {part.file for part in m.files}]
+        if any(manifest.last > newest for manifest in merged):
+            raise duckdb.InvalidInputException("the database is older than its merged parts")
+        if merged:  # by a publisher that died before it had entered them
+            for manifest in merged:
+                os.utime(self._run / manifest_name(manifest.number))  # their pieces are still in use
+            self._list_parts(connection)
 
     def _bytes_beyond_parts(self) -> int:
         covered = sum(offset for _, offset, *_ in self._manifests[-1].progress) if self._manifests else 0
@@ -210,8 +267,7 @@ class Publisher:
     def _seal(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Make the next part of all rows and prepare the successor of the private database, without them."""
         rows = connection.execute("SELECT table_name, sum(rows)::BIGINT FROM parts GROUP BY table_name").fetchall()
-        number = len(self._manifests)
-        manifest = write_part(connection, self._run, number, dict(rows))
+        manifest = write_part(connection, self._run, following(self._manifests), dict(rows))
         if manifest is None:
             return
         connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (uuid.uuid4().hex,))
@@ -257,10 +313,13 @@ class Publisher:
             records = self._tail.read(_CHUNK_BYTES) if pending else []
         return taken, False
 
+    def _whole_parts(self) -> list[PartFile]:
+        """Files that queries may read; without the others, so that one torn file does not stop all publishing."""
+        return [part for manifest in self._manifests for part in manifest.files if is_whole(self._run, part)]
+
     def _in_parts(self, connection: duckdb.DuckDBPyConnection) -> Callable[[str], str | None]:
         def select(table_name: str) -> str | None:
-            files = [str(self._run / part.file) for m in self._manifests for part in m.files
-                     if part.table_name == table_name]  # fmt: skip
+            files = [str(self._run / part.file) for part in self._whole_parts() if part.table_name == table_name]
             return union_sql(connection, files, {}) if files else None
 
         return select
@@ -316,7 +375,7 @@ class Publisher:
         wal = Path(f"{self._private}.wal")
         if wal.exists():
             raise StoreError(f"{wal} is left after the database was closed: not published")
-        parts = [part for manifest in self._manifests for part in manifest.files]
+        parts = self._whole_parts()
         self._copy(self._private, self._target, partial(make_views, run=self._run, parts=parts) if parts else None)
         stat = self._target.stat()
         self._marker.write_text(f"{generation} {stat.st_ino} {stat.st_mtime_ns}")

@@ -70,7 +70,8 @@ def _upload(folder: Path, name: str, created_ns: int, snapshot: Path, url: str) 
         _claim(fs, target, url, {"name": name, "created_ns": created_ns, "host": socket.gethostname()})
         files = size = 0
         fs.invalidate_cache()
-        for part in _parts_of(snapshot):
+        parts = _parts_of(snapshot)
+        for part in parts:
             problem = problem_of(folder, part)
             if problem:
                 raise StoreError(problem)
@@ -83,11 +84,22 @@ def _upload(folder: Path, name: str, created_ns: int, snapshot: Path, url: str) 
             if source.exists():
                 fs.put_file(str(source), f"{target}/{file}")
                 files, size = files + 1, size + source.stat().st_size
+        _remove_merged(fs, target, folder, {part.file for part in parts})
     except StoreError:
         raise
     except Exception as err:
         raise StoreError(f"cannot push to {url}: {err}") from err
     return PushResult(url=url, files=files, size_bytes=size)
+
+
+def _remove_merged(fs: Any, target: str, folder: Path, used: set[str]) -> None:
+    """Remove parts that were merged into others; as here, some time after that, for readers that opened them before."""
+    if not fs.exists(f"{target}/parts"):
+        return
+    for path in fs.ls(f"{target}/parts", detail=False):
+        file = f"parts/{path.rpartition('/')[2]}"
+        if file.endswith(".parquet") and file not in used and not (folder / file).exists():
+            fs.rm_file(path)
 
 
 def _claim(fs: Any, target: str, url: str, origin: dict[str, object]) -> None:

@@ -2,14 +2,20 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import duckdb
 import polars as pl
 
+from runhealth.storage.blocks import StepBlock
+from runhealth.storage.blockwise import blocks_of
 from runhealth.storage.follow import PublishedFollower
 from runhealth.storage.places import is_remote
 from runhealth.storage.records import Record, Rejected, SourceInfo
 from runhealth.storage.schema import RECORD_TABLES
+from runhealth.storage.series import SeriesCache
+from runhealth.storage.sink import TABLE_OF
 from runhealth.storage.store import RunInfo, Store
 from runhealth.storage.tail import RetiredLogError, RunTail, order, rejected_of
 from runhealth.storage.view import View
@@ -21,7 +27,7 @@ _SHOWN_REJECTS = 20
 class RunReader:
     """Reads one run: what was published plus the live tail of the rank logs. Never blocks a writer or a publisher.
 
-    A `RecordSource`. Its methods may be called from several threads; each iterator belongs to one.
+    A `RecordSource` and a `BlockSource`. Its methods may be called from several threads; each iterator belongs to one.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -31,7 +37,9 @@ class RunReader:
         self._followed: RunTail | None = None
         self._pid = os.getpid()
         self._polled = False
+        self._given: Counter[tuple[str, int, int]] = Counter()  # table, attempt, rank -> records that poll() gave out
         self._follower: PublishedFollower | None = None
+        self._series = SeriesCache()
 
     @classmethod
     def open(cls, run: str, store: str | None = None) -> "RunReader":
@@ -39,11 +47,19 @@ class RunReader:
         return cls(Store(store).resolve(run))
 
     def records(self) -> Iterator[Record]:
-        """Every record there is now, ordered by (attempt, step, rank); within these events, batches, layers, step
-        values, checkpoints. Memory stays bounded however long the run is."""
+        """Every record there is now, ordered by attempt and step; within these events and checkpoints, then rank by
+        rank its scalars, batches and layers. Memory stays bounded however long the run is."""
         view = View(self.info)
         try:
-            yield from view.records()
+            yield from view.records(renew=True)
+        finally:
+            view.close()
+
+    def blocks(self) -> Iterator[StepBlock | Record]:
+        """The same as columns: blocks of at most 4,096 steps, and single records where a rank lacks the step, say."""
+        view = View(self.info)
+        try:
+            yield from blocks_of(view)
         finally:
             view.close()
 
@@ -51,25 +67,30 @@ class RunReader:
         """What is new since the last poll; the first returns all. Ordered like `records()` within one call.
 
         Costs a few file stats when nothing is new. At most about 16 MB of rank logs a call, so call it again at once
-        while it returns something. A run elsewhere than on this disk grows when it is pushed there again. Raises
-        RetiredLogError (a StoreError) if this reader slept so long that rank logs were removed meanwhile.
+        while it returns something. A run elsewhere than on this disk grows when it is pushed there again. Whoever
+        slept so long that rank logs were removed meanwhile gets what they held from the parts.
         """
         with self._lock:
             if is_remote(self.info.path):
                 if self._follower is None:
                     self._follower = PublishedFollower(self.info)
                 return self._follower.read()
-            if not self._polled:
-                view = View(self.info)
-                try:
-                    records = list(view.records())
-                    if view.tail is not None:
-                        self._followed = RunTail(self.info.path, view.published_offsets | view.tail.offsets())
-                finally:
-                    view.close()
-                self._polled = True
-                return records
-            return sorted(self._followed.read(_POLL_BYTES), key=order) if self._followed is not None else []
+            records = self._follow() if self._polled else self._first_poll()
+            self._polled = True
+            for record in records:
+                self._given[TABLE_OF[type(record)].name, record.attempt, record.rank] += 1
+            return records
+
+    def _follow(self) -> list[Record]:
+        if self._followed is None:
+            return []
+        try:
+            return sorted(self._followed.read(_POLL_BYTES), key=order)
+        except RetiredLogError:
+            follower = PublishedFollower(self.info, self._given)
+            records = follower.read()
+            self._followed = RunTail(self.info.path, follower.offsets)
+            return records
 
     def refresh(self) -> None:
         """Take in what was published and logged since; `sql` does so by itself."""
@@ -82,7 +103,33 @@ class RunReader:
         Raises duckdb.Error for a query that is wrong.
         """
         with self._lock:
-            return self._current().query(query, parameters)
+            view = self._current()
+            try:
+                return view.query(query, parameters)
+            except duckdb.IOException:
+                if not view.is_replaced():
+                    raise
+                view.close()  # the publisher merged its parts and removed the pieces
+                self._view = None
+                return self._current().query(query, parameters)
+
+    def series(self, signal: str, rank: int | None = None) -> pl.DataFrame:
+        """One signal over the whole run as `attempt`, `step`, `value`, in order: of `rank`, or the mean over the ranks
+        that have it. Steps without a value are left out.
+
+        Much faster than `sql` when it is asked again, for what the parts hold of it is kept (up to 256 MB). Raises
+        NoUsableDataError for a signal that no step has.
+        """
+        with self._lock:
+            view = self._current()
+            try:
+                return self._series.series(view, signal, rank)
+            except duckdb.IOException:
+                if not view.is_replaced():
+                    raise
+                view.close()
+                self._view = None
+                return self._series.series(self._current(), signal, rank)
 
     def describe(self) -> SourceInfo:
         """What the run holds at this moment, and which frames of its logs could not be read."""
@@ -115,6 +162,20 @@ class RunReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _first_poll(self) -> list[Record]:
+        while True:
+            view = View(self.info)
+            try:
+                records = list(view.records())
+                if view.tail is not None:
+                    self._followed = RunTail(self.info.path, view.published_offsets | view.tail.offsets())
+                return records
+            except duckdb.IOException:
+                if not view.is_replaced():
+                    raise
+            finally:
+                view.close()
 
     def _current(self) -> View:
         if self._view is not None and self._pid != os.getpid():

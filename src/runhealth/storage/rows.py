@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import polars as pl
@@ -93,11 +94,26 @@ def _events(frame: pl.DataFrame, _: Names) -> list[Record]:
     return [RunEvent(**{**row, "data": json.loads(row["data"])}) for row in frame.to_dicts()]
 
 
-# In the order in which records of one (attempt, step, rank) are given out.
-BUILDERS: tuple[tuple[str, Callable[[pl.DataFrame, Names], list[Record]]], ...] = (
-    ("events", _events),
-    ("batches", _batches),
-    ("layers", _layers),
-    ("steps", _steps),
-    ("checkpoints", _checkpoints),
+Builder = Callable[[pl.DataFrame, Names], list[Record]]
+# Table, how it becomes records, and what its rows of one step and rank are sorted by; in the order in which they come.
+OTHERS: tuple[tuple[str, Builder, tuple[str, ...]], ...] = (("events", _events, ()), ("checkpoints", _checkpoints, ()))
+ROWS: tuple[tuple[str, Builder, tuple[str, ...]], ...] = (
+    ("steps", _steps, ()),
+    ("batches", _batches, ("micro_batch",)),
+    ("layers", _layers, ("layer",)),
 )
+
+
+def build_sorted(
+    tables: Sequence[tuple[str, Builder, tuple[str, ...]]],
+    frames: Mapping[str, pl.DataFrame],
+    names: Mapping[str, Names],
+) -> list[Record]:
+    """The records of one attempt in these tables (OTHERS or ROWS), ordered by step and rank."""
+    records: list[Record] = []
+    for name, build, within in tables:
+        frame = frames.get(name)
+        if frame is not None and not frame.is_empty():
+            records += build(frame.sort(within, maintain_order=True) if within else frame, names.get(name, {}))
+    records.sort(key=attrgetter("step", "rank"))  # stable: keeps the order of tables and of arrival
+    return records

@@ -165,6 +165,25 @@ STEP_SIGNALS = _catalogue(
     Signal("mfu", "1", _G, _F, "model FLOP/s over peak FLOP/s", "utilisation under the plan"),
     Signal("bubble_fraction", "1", _R, _F, "share of the step without work in the pipeline", "a pipeline that idles"),
     Signal("comm_bytes", "bytes", _R, _Q, "bytes that the collectives of the step move", "traffic beyond the plan"),
+    Signal("mem_parameters_bytes", "bytes", _R, _Q, "parameters that this rank holds", "what fills the memory"),
+    Signal("mem_gradients_bytes", "bytes", _R, _Q, "gradients that this rank holds", "what fills the memory"),
+    Signal("mem_optimizer_bytes", "bytes", _R, _Q, "optimizer state that this rank holds", "what fills the memory"),
+    Signal(
+        "mem_activations_bytes",
+        "bytes",
+        _R,
+        _Q,
+        "most that was kept for the backward pass at a time",
+        "what fills the memory, and what recomputation would save",
+    ),
+    Signal(
+        "nan_steps",
+        "steps",
+        _G,
+        _Q,
+        "steps since the record before whose loss was not finite, as the log counts them",
+        "non-finite losses that a printed mean leaves out",
+    ),
     Signal("dropped", "records", _R, _Q, "telemetry records lost so far", "gaps in the telemetry itself"),
 )
 
@@ -184,6 +203,14 @@ LAYER_SIGNALS = _catalogue(
     Signal("router_load_max", "1", _L, _F, "largest share of tokens sent to one expert", "the router that collapses"),
     Signal("logit_max", "1", _L, _F, "largest absolute attention logit", "attention logit growth"),
     Signal("activation_max", "1", _L, _F, "largest absolute activation", "activation outliers"),
+    Signal(
+        "param_checksum",
+        "1",
+        _L,
+        _U,
+        "checksum of the layer's parameters on this rank",
+        "what replicas differ in: one tensor is a flipped bit, all of them an update that was not applied",
+    ),
 )
 
 BATCH_SIGNALS = _catalogue(

@@ -48,7 +48,7 @@ _ARROW = {
     BOTH_INTEGERS: pa.decimal128(20, 0),
 }
 _SMALL_TABLE_ROWS = 100_000
-_TABLE_OF: Mapping[type, Table] = {
+TABLE_OF: Mapping[type, Table] = {
     StepRecord: STEPS, LayerSample: LAYERS, BatchRecord: BATCHES, CheckpointRecord: CHECKPOINTS, RunEvent: EVENTS,
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ class Sink:
         for record in records:
             groups.setdefault(type(record), []).append(record)
         for kind, group in groups.items():
-            table = _TABLE_OF[kind]
+            table = TABLE_OF[kind]
             columns = {
                 name: pa.array(self._fixed(name, group), type=_ARROW[sql_type]) for name, sql_type in table.fixed
             }

@@ -10,7 +10,8 @@ class RecordSource(Protocol):
     """Anything that can be diagnosed."""
 
     def records(self) -> Iterator[Record]:
-        """Yield every record ordered by (attempt, step, rank). Calling it again starts over."""
+        """Yield every record ordered by (attempt, step); the records of one step in any order. Calling it again starts
+        over."""
         ...
 
     def describe(self) -> SourceInfo:

@@ -17,7 +17,7 @@ from typing import Any
 
 from runhealth.storage.errors import AmbiguousRunError, RunNotFoundError, StoreError
 from runhealth.storage.index import run_bodies
-from runhealth.storage.places import Place, is_remote, place_of
+from runhealth.storage.places import Place, RemotePlace, is_remote, place_of
 
 RUN_FORMAT_VERSION = 1
 _MAX_NAME = 128
@@ -164,7 +164,10 @@ class Store:
     def _own_runs(self) -> list[RunInfo]:
         if not is_remote(self.root):
             return self._local_runs()
-        runs = (_read_run(self._place.child(name)) for name in self._place.folders() if not name.startswith("."))
+        place = RemotePlace(self.root)
+        names = [name for name in place.folders() if not name.startswith(".")]
+        texts = place.read_texts([f"{name}/run.json" for name in names])
+        runs = (_read_run(place.child(name), texts.get(f"{name}/run.json")) for name in names)
         return [run for run in runs if run is not None]
 
     def _local_runs(self) -> list[RunInfo]:
@@ -209,9 +212,11 @@ def read_run(path: str) -> RunInfo | None:
     return _read_run(place_of(path if is_remote(path) else str(Path(path.removeprefix("file://")).absolute())))
 
 
-def _read_run(place: Place) -> RunInfo | None:
-    """The run in a folder, or None if the folder holds none. A run.json that cannot be read is reported, not raised."""
-    text = place.read_text("run.json")
+def _read_run(place: Place, text: str | None = None) -> RunInfo | None:
+    """The run in a folder, or None if the folder holds none. A run.json that cannot be read is reported, not raised.
+    `text` is what it says, if that is known already."""
+    if text is None:
+        text = place.read_text("run.json")
     if text is None:
         if any(place.exists(part) for part in ("run.duckdb", "parts", "log")):
             return RunInfo(name=place.name, path=place.path, problem="run.json is missing")

@@ -28,12 +28,16 @@ class RetiredLogError(StoreError):
     """A rank log segment was removed, because the published run covers it, before this reader had read it."""
 
 
-def order(record: Record) -> tuple[int, int, int, int]:
-    """Sort key of records: (attempt, step, rank), then events, batches, layers, step values, checkpoints."""
-    return record.attempt, record.step, record.rank, _PLACE.get(type(record), 4)
-
-
-_PLACE: Mapping[type, int] = {RunEvent: 0, BatchRecord: 1, LayerSample: 2, StepRecord: 3}
+def order(record: Record) -> tuple[int, int, bool, int, int, int | str]:
+    """Sort key of records: (attempt, step); then the events and checkpoints of all ranks, for a checkpoint holds the
+    steps before its own; then by rank its scalars, its batches, its layers by name."""
+    if isinstance(record, StepRecord):
+        return record.attempt, record.step, True, record.rank, 0, 0
+    if isinstance(record, BatchRecord):
+        return record.attempt, record.step, True, record.rank, 1, record.micro_batch
+    if isinstance(record, LayerSample):
+        return record.attempt, record.step, True, record.rank, 2, record.layer
+    return record.attempt, record.step, False, record.rank, int(not isinstance(record, RunEvent)), 0
 
 
 class SegmentTail:

@@ -5,11 +5,13 @@ beyond the published offsets. The tables of `storage.schema` are unions of the t
 the publisher at any time: the old one stays readable until it is detached.
 """
 
+import ctypes
+import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from runhealth.storage.migrations import format_of
 from runhealth.storage.parts import PartFile, problem_of, union_sql
 from runhealth.storage.places import is_remote, place_of, remote_path
 from runhealth.storage.records import Record
-from runhealth.storage.rows import BUILDERS
+from runhealth.storage.rows import OTHERS, ROWS, build_sorted
 from runhealth.storage.schema import (
     ALL_TABLES,
     BOOKKEEPING,
@@ -50,6 +52,11 @@ class View:
     def __init__(self, run: RunInfo) -> None:
         self._run = run
         self._place = place_of(run.path)
+        self._pid = os.getpid()
+        self._open()
+        _open_views.add(self)
+
+    def _open(self) -> None:
         self._claims: list[dict[str, Any]] = []
         self._opened = time.monotonic()
         self._tail_rows = 0
@@ -57,7 +64,7 @@ class View:
         self.published_offsets: dict[str, int] = {}
         self._scratch = Path(tempfile.mkdtemp(prefix="runhealth-"))
         # also when nobody closes the view: on collection, and when the process ends
-        self._remove_scratch = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._remove_scratch = weakref.finalize(self, _remove, self._scratch, os.getpid())
         self.notes: list[str] = []
         self._sources: dict[str, str] = {}
         self.parts: list[tuple[PartFile, str]] = []  # that can be used, with what DuckDB calls the file
@@ -66,6 +73,10 @@ class View:
         try:
             self.version = self._place.version("run.duckdb")
             self._published = self._attach()
+            if self.notes and self.is_replaced():  # a part is missing because it was merged at this very moment
+                self.close()
+                self._open()
+                return
             self._make_tail()
             self.sync()
         except BaseException:
@@ -78,15 +89,20 @@ class View:
         return place_of(run.path).version("run.duckdb")
 
     def close(self) -> None:
-        self.connection.close()
-        self._remove_scratch()
+        if self._pid == os.getpid():
+            self.connection.close()
+            self._remove_scratch()
+
+    def is_replaced(self) -> bool:
+        """Another run.duckdb was published."""
+        return self._place.version("run.duckdb") != self.version
 
     def is_stale(self) -> bool:
         """Another run.duckdb was published, and it is worth to begin anew with it.
 
         A short tail on the old one shows the same rows, and a live run is published each second.
         """
-        if self._place.version("run.duckdb") == self.version:
+        if not self.is_replaced():
             return False
         if self.tail is None or not self._published:
             return True
@@ -117,28 +133,46 @@ class View:
         assert isinstance(frame, pl.DataFrame)
         return frame
 
-    def records(self) -> Iterator[Record]:
-        """Every record, ordered by (attempt, step, rank), then events, batches, layers, step values, checkpoints."""
-        keys = " UNION ALL ".join(f"SELECT attempt, step FROM {table.name}" for table in RECORD_TABLES)
-        chunks = self.connection.execute(
+    def records(self, *, renew: bool = False) -> Iterator[Record]:
+        """Every record, ordered as `tail.order` says. For `renew` see `frames`."""
+        names = self.signal_names()
+        for chunk in self.chunks(_ROWS_A_CHUNK, {table.name: 1 for table in RECORD_TABLES}):
+            frames = self.frames(chunk, renew=renew)
+            records = build_sorted(OTHERS, frames, names) + build_sorted(ROWS, frames, names)
+            records.sort(key=attrgetter("step"))
+            yield from records
+
+    def chunks(self, limit: int, weights: Mapping[str, int]) -> list[tuple[int, int, int]]:
+        """Attempt, first and last step of stretches whose rows, times the weights of their tables, come to about
+        `limit`; in order."""
+        keys = " UNION ALL ".join(
+            f"SELECT attempt, step, {weights[table.name]} AS weight FROM {table.name}" for table in RECORD_TABLES
+        )
+        return self.connection.execute(
             f"""
-            WITH sizes AS (SELECT attempt, step, count(*) AS n FROM ({keys}) GROUP BY ALL),
+            WITH sizes AS (SELECT attempt, step, sum(weight) AS n FROM ({keys}) GROUP BY ALL),
             buckets AS (
-                SELECT attempt, step, sum(n) OVER (PARTITION BY attempt ORDER BY step) // {_ROWS_A_CHUNK} AS bucket
-                FROM sizes
+                SELECT attempt, step, sum(n) OVER (PARTITION BY attempt ORDER BY step) // {limit} AS bucket FROM sizes
             )
             SELECT attempt, min(step), max(step) FROM buckets GROUP BY attempt, bucket ORDER BY attempt, bucket
             """
         ).fetchall()
-        names = self.signal_names()
-        for chunk in chunks:
-            records: list[Record] = []
-            for name, build in BUILDERS:
-                frame = self.query(f"SELECT * FROM {name} WHERE attempt = ? AND step BETWEEN ? AND ?", chunk)
-                if not frame.is_empty():
-                    records += build(frame, names.get(name, {}))
-            records.sort(key=attrgetter("step", "rank"))  # stable: keeps the order of kinds and of arrival
-            yield from records
+
+    def frames(self, chunk: tuple[int, int, int], *, renew: bool) -> dict[str, pl.DataFrame]:
+        """Rows of the record tables in a stretch that `chunks` gave.
+
+        Parts may be merged, and the pieces removed, while somebody takes his time over a long run: with `renew` this
+        view then becomes one of the run as it is now, which has the same rows and perhaps more.
+        """
+        select = "SELECT * FROM {} WHERE attempt = ? AND step BETWEEN ? AND ?"
+        try:
+            return {table.name: self.query(select.format(table.name), chunk) for table in RECORD_TABLES}
+        except duckdb.IOException:
+            if not renew or not self.is_replaced():
+                raise
+        self.close()
+        self._open()
+        return self.frames(chunk, renew=renew)
 
     def signal_names(self) -> dict[str, dict[str, str]]:
         """Table -> column -> signal."""
@@ -288,6 +322,24 @@ class View:
             else:
                 source = f"{self._sources[table.name]} UNION ALL BY NAME SELECT * FROM tail.{table.name}"
             self.connection.execute(f"CREATE OR REPLACE VIEW {table.name} AS {source}")
+
+
+_open_views: weakref.WeakSet[View] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """A forked child has none of DuckDB's threads and dies when a connection of its parent is destroyed in it: keep
+    them for good."""
+    for view in list(_open_views):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(view.connection))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
+def _remove(scratch: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has the finalizer too, but not the folder
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _literal(text: str) -> str:

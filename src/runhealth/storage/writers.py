@@ -52,7 +52,7 @@ def writers_of(run_path: str) -> Writers | None:
         return None
     attempt, folder = max(attempts)
     touched = _modified_ns(folder / "claim.json")
-    logs = []
+    logs: list[tuple[Writer, object]] = []
     for entry in sorted(_entries(folder)):
         match = _WRITER.fullmatch(entry.name)
         segments = sorted(entry.glob("*.rlog")) if match else []
@@ -60,10 +60,14 @@ def writers_of(run_path: str) -> Writers | None:
             continue
         logs.append(_writer(segments[-1], int(match[2]) if match[1] == "r" else None))
         touched = max(touched, _modified_ns(segments[-1]))
-    return Writers(attempt=attempt, logs=tuple(logs), touched_ns=touched)
+    hosts = {host for writer, host in logs if writer.rank is not None and writer.rank >= 0}
+    # ranks whose agent died write logs of their own, so the one it left is of no concern
+    still = tuple(w for w, host in logs if not (w.rank is None and w.dead and not w.closed and host in hosts))
+    return Writers(attempt=attempt, logs=still, touched_ns=touched)
 
 
-def _writer(segment: Path, rank: int | None) -> Writer:
+def _writer(segment: Path, rank: int | None) -> tuple[Writer, object]:
+    """The writer of a log, and its host."""
     decoder, closed = Decoder(), False
     try:
         with segment.open("rb") as file:
@@ -77,7 +81,7 @@ def _writer(segment: Path, rank: int | None) -> Writer:
     except (OSError, CorruptDataError):
         pass  # an end that is no frame is no end frame; a header that cannot be read names nobody
     header = decoder.header
-    return Writer(
+    writer = Writer(
         rank=rank,
         closed=closed,
         dead=bool(header) and is_dead(header),
@@ -85,6 +89,7 @@ def _writer(segment: Path, rank: int | None) -> Writer:
         here=bool(header) and header.get("host") == socket.gethostname(),
         pid=int(header.get("pid", 0)) if header else 0,
     )
+    return writer, header.get("host")
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -65,8 +65,8 @@ class Cadence:
         """The arithmetic, one line a step."""
         c, m = duration(self.save_s), duration(self.mtbf_s)
         lines = [
-            f"save cost C = {c} blocking + {duration(self.write_s)} in the background, MTBF M = {m}, restart R = "
-            f"{duration(self.restart_s)}",
+            f"save cost C = {c} blocking, W = {duration(self.write_s)} in the background",
+            f"MTBF M = {m}, restart R = {duration(self.restart_s)}",
             f"Young 1974: sqrt(2 C M) = sqrt(2 * {self.save_s:.4g} * {self.mtbf_s:.4g}) = {duration(self.young_s)}",
             f"Daly 2006: sqrt(2 C M) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C = {duration(self.daly_s)}"
             if self.save_s < 2 * self.mtbf_s

@@ -4,24 +4,26 @@ A checkpoint is a folder of its own, never written twice: `step-00000100`, or `s
 to step 100 again. `MANIFEST.json` is written last, under a temporary name that is then renamed: a folder without it is
 a save that did not finish. torch.distributed.checkpoint itself keeps no checksums and loads flipped bits and mixed
 folders without a word, so every size and xxh3 hash is checked before a single byte is loaded.
+
+They lie below a base: the run's folder, or a folder or URL of the run's name below `checkpoint.target` of its config.
 """
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from runhealth.storage.errors import CheckpointError
+from runhealth.trainer.folders import Folder, join, open_folder
 
 FOLDER = "checkpoints"
 MANIFEST = "MANIFEST.json"
 VERSION = 1
+COMPLAINTS = 8  # damaged files that an error names
 _NAME = re.compile(r"step-(\d{8,})(?:-a(\d{3,}))?")
 
 
@@ -72,29 +74,34 @@ def step_of(path: str) -> int:
     return int(match[1]) if match else 0
 
 
-def committed(run_path: str) -> list[CheckpointInfo]:
+def base_of(target: str, run: str, run_path: str) -> str:
+    """What a run's checkpoint paths are relative to."""
+    return join(target, run) if target else run_path
+
+
+def committed(base: str) -> list[CheckpointInfo]:
     """All checkpoints of a run that have a manifest, ordered by (step, attempt)."""
     found = []
-    folder = Path(run_path) / FOLDER
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
-            found.append(CheckpointInfo(step=int(match[1]), attempt=int(match[2] or 0), path=f"{FOLDER}/{path.name}"))
+    folder = join(base, FOLDER)
+    for name in open_folder(folder).folders():
+        match = _NAME.fullmatch(name)
+        if match and open_folder(join(folder, name)).size(MANIFEST) >= 0:
+            found.append(CheckpointInfo(step=int(match[1]), attempt=int(match[2] or 0), path=f"{FOLDER}/{name}"))
     return sorted(found, key=lambda info: (info.step, info.attempt))
 
 
 def newest_verified(
-    run_path: str, superseded: Iterable[str] = ()
+    base: str, superseded: Iterable[str] = ()
 ) -> tuple[CheckpointInfo | None, list[tuple[CheckpointInfo, str]]]:
     """The newest checkpoint that passes verification, and those newer ones that did not, with the reason. Paths in
     `superseded` belong to a past that a rollback left and are not considered."""
     ignored = frozenset(superseded)
     failed = []
-    for info in reversed(committed(run_path)):
+    for info in reversed(committed(base)):
         if info.path in ignored:
             continue
         try:
-            verify(str(Path(run_path) / info.path))
+            verify(join(base, info.path))
         except CheckpointError as error:
             failed.append((info, str(error)))
         else:
@@ -102,25 +109,15 @@ def newest_verified(
     return None, failed
 
 
-def hash_file(path: Path) -> str:
-    """xxh3_64 of a file in hex, read in pieces of 4 MiB."""
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def commit(folder: str, *, step: int, attempt: int, world: int, finite: bool) -> CheckpointManifest:
-    """Hash every file that lies in the folder and write the manifest, atomically and last."""
-    target = Path(folder)
-    files = tuple(
-        FileEntry(name=path.name, size_bytes=path.stat().st_size, xxh3_64=hash_file(path))
-        for path in sorted(target.iterdir())
-        if path.is_file()
-    )
+def commit(
+    folder: str, *, step: int, attempt: int, world: int, finite: bool, files: Sequence[FileEntry] | None = None
+) -> CheckpointManifest:
+    """Write the manifest, atomically and last. `files`: what was written, with the hashes of the bytes on their way to
+    the disk; None: whatever lies in the folder, hashed as it is now."""
+    target = open_folder(folder)
+    entries = tuple(entries_of(target) if files is None else sorted(files, key=lambda entry: entry.name))
     manifest = CheckpointManifest(
-        step=step, attempt=attempt, world=world, finite=finite, created_ns=time.time_ns(), files=files
+        step=step, attempt=attempt, world=world, finite=finite, created_ns=time.time_ns(), files=entries
     )
     raw = {
         "version": VERSION,
@@ -129,15 +126,15 @@ def commit(folder: str, *, step: int, attempt: int, world: int, finite: bool) ->
         "world": world,
         "finite": finite,
         "created_ns": manifest.created_ns,
-        "files": [{"name": f.name, "size_bytes": f.size_bytes, "xxh3_64": f.xxh3_64} for f in files],
+        "files": [{"name": f.name, "size_bytes": f.size_bytes, "xxh3_64": f.xxh3_64} for f in entries],
     }
-    temporary = target / f"{MANIFEST}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(raw, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(target / MANIFEST)
+    target.write_whole(MANIFEST, json.dumps({**raw, "xxh3_64": _own_hash(raw)}, indent=1).encode())
     return manifest
+
+
+def entries_of(folder: Folder) -> list[FileEntry]:
+    """Every plain file of a folder with the hash of its bytes."""
+    return [FileEntry(name=name, size_bytes=folder.size(name), xxh3_64=folder.hash(name)) for name in folder.names()]
 
 
 def read_manifest(folder: str) -> CheckpointManifest:
@@ -146,9 +143,9 @@ def read_manifest(folder: str) -> CheckpointManifest:
     Raises:
         CheckpointError: missing, not JSON, another version, a wrong type, a name that leaves the folder.
     """
-    path = Path(folder) / MANIFEST
+    path = join(folder, MANIFEST)
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(open_folder(folder).read(MANIFEST))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: missing; the checkpoint is no checkpoint, or its save did not finish"
@@ -158,6 +155,9 @@ def read_manifest(folder: str) -> CheckpointManifest:
     if not isinstance(raw, dict) or raw.get("version") != VERSION:
         met = raw.get("version") if isinstance(raw, dict) else type(raw).__name__
         raise CheckpointError(f"{path}: expected manifest version {VERSION}, met {met!r}")
+    own = raw.pop("xxh3_64", None)
+    if own is not None and own != _own_hash(raw):
+        raise CheckpointError(f"{path}: expected xxh3 {own} over its content, met {_own_hash(raw)}; it was changed")
     files = raw.get("files")
     if not isinstance(files, list) or not files:
         raise CheckpointError(f"{path}: expected a list of files, met {files!r}")
@@ -171,67 +171,98 @@ def read_manifest(folder: str) -> CheckpointManifest:
     )
 
 
-def verify(folder: str) -> CheckpointManifest:
+def verify(folder: str, part: int = 0, parts: int = 1) -> CheckpointManifest:
     """Check that the folder holds what its manifest says: every file, every size, every hash, finite values, and no
-    shard that the manifest does not know.
+    shard that the manifest does not know. Ranks may share the hashing: this one hashes every `parts`-th file.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: naming every file that is damaged, and what is wrong with it.
     """
-    target = Path(folder)
+    target = open_folder(folder)
     manifest = read_manifest(folder)
     if not manifest.finite:
-        raise CheckpointError(f"{target}: holds NaN or Inf, as its manifest says; it cannot be trained from")
+        raise CheckpointError(f"{folder}: holds NaN or Inf, as its manifest says; it cannot be trained from")
     known = {entry.name for entry in manifest.files}
     if ".metadata" not in known:
         raise CheckpointError(
-            f"{target / MANIFEST}: expected .metadata among the files, met {', '.join(sorted(known))}"
+            f"{join(folder, MANIFEST)}: expected .metadata among the files, met {', '.join(sorted(known))}"
         )
-    for entry in manifest.files:
-        path = target / entry.name
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path}: expected a file of {entry.size_bytes} bytes, met none")
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise CheckpointError(f"{path}: expected {entry.size_bytes} bytes, met {size}")
-        met = hash_file(path)
-        if met != entry.xxh3_64:
-            raise CheckpointError(f"{path}: expected xxh3 {entry.xxh3_64}, met {met}; the file was changed or damaged")
-    for path in target.glob("*.distcp"):
-        if path.name not in known:
-            raise CheckpointError(f"{path}: a shard that the manifest does not list; the folder was written twice")
+    complaints = [
+        f"{join(folder, name)}: a shard that the manifest does not list; the folder was written twice"
+        for name in target.names()
+        if name.endswith(".distcp") and name not in known
+    ]
+    for number, entry in enumerate(manifest.files):
+        try:
+            check_file(target, entry, hashed=number % parts == part)
+        except CheckpointError as error:
+            complaints.append(str(error))
+    if complaints:
+        more = f"; and {len(complaints) - COMPLAINTS} more" if len(complaints) > COMPLAINTS else ""
+        raise CheckpointError("; ".join(complaints[:COMPLAINTS]) + more)
     return manifest
 
 
-def retire(run_path: str, keep: int, needed: Sequence[str] = (), superseded: Sequence[str] = ()) -> list[str]:
+def check_file(folder: Folder, entry: FileEntry, *, hashed: bool = True) -> None:
+    """Hold one file against what was written. Raises CheckpointError that names it."""
+    path = join(folder.url, entry.name)
+    try:
+        size = folder.size(entry.name)
+        if size < 0:
+            raise CheckpointError(f"{path}: expected a file of {entry.size_bytes} bytes, met none")
+        if size != entry.size_bytes:
+            raise CheckpointError(f"{path}: expected {entry.size_bytes} bytes, met {size}")
+        met = folder.hash(entry.name) if hashed else entry.xxh3_64
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if met != entry.xxh3_64:
+        raise CheckpointError(f"{path}: expected xxh3 {entry.xxh3_64}, met {met}; the file was changed or damaged")
+
+
+def sweep(base: str) -> list[str]:
+    """Remove what saves that were interrupted left behind: folders without a manifest and without `.metadata`, which
+    is written when all shards are. Only while no rank runs. Returns their paths."""
+    removed = []
+    for name in open_folder(join(base, FOLDER)).folders():
+        folder = open_folder(join(base, f"{FOLDER}/{name}"))
+        if _NAME.fullmatch(name) and folder.size(MANIFEST) < 0 and folder.size(".metadata") < 0:
+            folder.remove_all()
+            removed.append(f"{FOLDER}/{name}")
+    return removed
+
+
+def retire(base: str, keep: int, needed: Sequence[str] = (), superseded: Sequence[str] = ()) -> list[str]:
     """Remove old checkpoints so that the `keep` newest with finite values stay (0: keep all). Those in `needed` are
     never removed; those in `superseded` are left alone and do not count. Returns the removed paths. The manifest goes
     first: a folder that is half gone is no checkpoint."""
-    ours = [info for info in committed(run_path) if info.path not in superseded] if keep else []
-    good = [info for info in ours if read_manifest(str(Path(run_path) / info.path)).finite]
+    ours = [info for info in committed(base) if info.path not in superseded] if keep else []
+    good = [info for info in ours if read_manifest(join(base, info.path)).finite]
     if len(good) <= keep:
         return []
     removed = []
     for info in ours[: ours.index(good[-keep])]:
         if info.path in needed:
             continue
-        folder = Path(run_path) / info.path
-        (folder / MANIFEST).unlink()
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        folder = open_folder(join(base, info.path))
+        folder.remove(MANIFEST)
+        folder.remove_all()
         removed.append(info.path)
     return removed
 
 
-def _integer(raw: dict[str, Any], key: str, where: Path) -> int:
+def _own_hash(raw: dict[str, Any]) -> str:
+    """Of a manifest's content, without its own hash: a flipped bit in it would else accuse a shard."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(raw, sort_keys=True).encode())
+
+
+def _integer(raw: dict[str, Any], key: str, where: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CheckpointError(f"{where}: expected {key} as a non-negative integer, met {value!r}")
     return value
 
 
-def _file_entry(item: object, where: Path) -> FileEntry:
+def _file_entry(item: object, where: str) -> FileEntry:
     if not isinstance(item, dict):
         raise CheckpointError(f"{where}: expected an object a file, met {item!r}")
     name, digest = item.get("name"), item.get("xxh3_64")

@@ -20,6 +20,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a new run from a recipe, or resume a run from its newest verified checkpoint."
     parser.add_argument("--recipe", metavar="NAME", help=f"start a new run from a recipe: {', '.join(recipes.names())}")
     parser.add_argument("--run", metavar="R", help="resume this run; with --recipe, the name of the new run")
+    parser.add_argument(
+        "--from", dest="origin", metavar="R", help="begin a new run with the newest checkpoint of R, in any layout"
+    )
     parser.add_argument("--store", metavar="S", help="where runs are kept (default: $RUNHEALTH_STORE, else ./runs)")
     parser.add_argument("--plan", metavar="FILE", help="go back by this rollback plan first (a run that has ended)")
     parser.add_argument(
@@ -32,7 +35,19 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="N", type=int, help="train up to this step (default: the recipe's)")
     parser.add_argument("--seed", metavar="N", type=int, help="seed of a new run (default: the recipe's)")
-    parser.add_argument("--max-restarts", metavar="N", type=int, default=2, help="after crashes (default: %(default)s)")
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=2,
+        help="after failures without a new checkpoint in between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nodes", metavar="N", type=int, default=1, help="processes that hold the ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--spares", metavar="N", type=int, default=0, help="that wait to replace a lost one (default: %(default)s)"
+    )
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -52,7 +67,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     run = _new_run(store, arguments) if arguments.recipe else _old_run(store, arguments)
     line = ProgressLine(run.name)
     supervisor = Supervisor(
-        store, run, stop_step=arguments.steps, max_restarts=arguments.max_restarts, on_progress=line
+        store,
+        run,
+        stop_step=arguments.steps,
+        max_restarts=arguments.max_restarts,
+        nodes=arguments.nodes,
+        spares=arguments.spares,
+        on_progress=line,
     )
     try:
         return supervisor.supervise(arguments.plan)
@@ -62,7 +83,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     from runhealth.storage.store import check_run_name
-    from runhealth.trainer.supervisor import create
+    from runhealth.trainer.supervisor import begin_with, create, newest_of
 
     if arguments.run is not None:
         try:
@@ -85,15 +106,20 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     name = arguments.run or _free_name(arguments.recipe, taken)
     if name in taken:
         raise ConfigError(f"run {name!r} exists in {store.root}; resume it with `runhealth train --run {name}`")
+    origin = newest_of(store.resolve(arguments.origin)) if arguments.origin else ""
     print(f"new run {name} in {store.root}", file=sys.stderr)
-    return create(store, name, config)
+    run = create(store, name, config)
+    if origin:
+        begin_with(run, origin)
+        print(f"it begins with {origin}", file=sys.stderr)
+    return run
 
 
 def _old_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     if arguments.run is None:
         raise ConfigError("expected --recipe NAME for a new run or --run R to resume one")
-    for option in ("fault", "seed"):
-        if getattr(arguments, option):
+    for option, given in (("fault", arguments.fault), ("seed", arguments.seed), ("from", arguments.origin)):
+        if given:
             raise ConfigError(f"--{option} belongs to a new run (--recipe); run {arguments.run!r} keeps its own")
     run = store.resolve(arguments.run)
     if run.bundled:
@@ -102,7 +128,12 @@ def _old_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for option, value, least in (("--steps", arguments.steps, 1), ("--max-restarts", arguments.max_restarts, 0)):
+    for option, value, least in (
+        ("--steps", arguments.steps, 1),
+        ("--max-restarts", arguments.max_restarts, 0),
+        ("--nodes", arguments.nodes, 1),
+        ("--spares", arguments.spares, 0),
+    ):
         if value is not None and value < least:
             raise ConfigError(f"{option}: expected at least {least}, met {value}")
 

@@ -1,17 +1,17 @@
-"""Saving and loading with torch.distributed.checkpoint: each rank writes its own file, nothing but tensors is kept.
+"""What a checkpoint holds, and loading it, in the layout that saved it or in another one.
 
-Only plain tensors enter a checkpoint, and they are read back with `weights_only`. `.metadata` is a pickle; it is read
-by an unpickler that knows the checkpoint's own data classes and refuses everything else. Together with the manifest's
-hashes (`checkpoints.verify`, always first) a damaged checkpoint is refused. Not covered: someone who replaces files,
-`.metadata` and manifest alike can choose the values of the weights (nothing is signed).
+Only plain tensors and DTensors enter a checkpoint, under the names that they have in the whole model; so
+torch.distributed.checkpoint cuts them anew when another layout loads them. (torch's own `get_state_dict` would add the
+optimizer's param groups, which are numbers and therefore pickled; they are rebuilt from the config instead.) Tensors
+are read back with `weights_only`. `.metadata` is a pickle; it is read by an unpickler that knows the checkpoint's own
+data classes and refuses everything else. Together with the manifest's hashes (`checkpoints.verify`, always first) a
+damaged checkpoint is refused. Not covered: someone who replaces files, `.metadata` and manifest alike can choose the
+values of the weights (nothing is signed).
 """
 
 import io
 import pickle
-import shutil
-import time
-import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,15 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from runhealth.storage.errors import CheckpointError
 from runhealth.trainer import checkpoints
 from runhealth.trainer.checkpoints import UnloadableError
+from runhealth.trainer.folders import is_url, open_folder
+from runhealth.trainer.parallel.zero1 import local
+
+_LOCAL = "local.r"
 
 _ALLOWED = frozenset(
     {
@@ -46,17 +50,6 @@ _ALLOWED = frozenset(
         ("torch.serialization", "_get_layout"),
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOutcome:
-    """What became of one save on this rank. `error` is empty if it went well; rank 0 alone has a manifest."""
-
-    path: str  # relative to the run's folder
-    seconds: float
-    size_bytes: int = 0
-    verified: bool = False
-    error: str = ""
 
 
 def _enum_member(owner: object, name: str) -> Enum:
@@ -78,118 +71,119 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads `.metadata` with an unpickler that creates the checkpoint's own data classes and nothing else."""
+    """Reads `.metadata` with an unpickler that creates the checkpoint's own data classes and nothing else. `folder` is
+    a path or an fsspec URL."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self._folder = open_folder(folder)
+        if is_url(folder):
+            self.fs = FsspecFileSystem()  # type: ignore[assignment]
+            self.path = self.fs.init_path(folder)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        blob = (Path(self.path) / ".metadata").read_bytes()
-        metadata = _MetadataUnpickler(io.BytesIO(blob)).load()
+        where = self._folder.url
+        metadata = _MetadataUnpickler(io.BytesIO(self._folder.read(".metadata"))).load()
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/.metadata: expected checkpoint metadata, met {type(metadata).__name__}")
+            raise CheckpointError(f"{where}/.metadata: expected checkpoint metadata, met {type(metadata).__name__}")
         for info in (metadata.storage_data or {}).values():
             if Path(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{self.path}/.metadata: expected plain file names, met {info.relative_path!r}")
+                raise CheckpointError(f"{where}/.metadata: expected plain file names, met {info.relative_path!r}")
         return metadata
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> dict[str, Tensor]:
-    """Everything that the next step depends on, as a flat dictionary of tensors.
+    """Everything that the next step depends on, as a flat dictionary of this rank's tensors.
 
-    Parameters and optimizer moments are replicated, so torch.distributed.checkpoint divides them among the ranks.
-    Buffers (fp8 amax histories) differ between ranks and are kept a rank. There is no random state: the data is a pure
-    function of the step and the model has no dropout.
+    What is replicated, torch.distributed.checkpoint divides among the ranks; of a DTensor each rank has its shard; the
+    moments of ZeRO-1 are on one rank each. Buffers (fp8 amax histories, the loss scale) may differ between ranks and
+    are kept a rank. There is no random state: the data is a pure function of the step and the model has no dropout.
     """
+    optimizer = local(optimizer)
     _materialise(optimizer)
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[str, Tensor] = {"trainer.step": torch.tensor(step)}
     for name, parameter in model.named_parameters():
         state[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state[parameter].items() if id(parameter) in mine else ():
             state[f"optim.{name}.{key}"] = value
     for name, buffer in _persistent_buffers(model):
-        state[f"local.r{rank:05d}.{name}"] = buffer
+        state[f"{_local_prefix(rank)}{name}"] = buffer
     return state
 
 
-def save(run_path: str, state: dict[str, Tensor], *, step: int, attempt: int, rank: int, world: int) -> SaveOutcome:
-    """Write one checkpoint; collective. A failure is reported, never raised: training goes on without this one."""
-    started = time.perf_counter()
-    relative = checkpoints.relative_path(step, attempt)
-    folder = Path(run_path) / relative
-    error = ""
-    if rank == 0:
-        try:
-            folder.mkdir(parents=True)
-        except OSError as problem:
-            error = f"{folder}: cannot be created: {problem.strerror}"
-    if _any_true(bool(error)):
-        return SaveOutcome(path=relative, seconds=time.perf_counter() - started, error=error or "failed on rank 0")
-    try:
-        save_sharded(
-            state,
-            storage_writer=FileSystemWriter(str(folder), single_file_per_rank=True),
-        )
-    except (CheckpointException, OSError, RuntimeError) as problem:  # CheckpointException is a BaseException
-        error = f"{folder}: {_first_line(problem)}"
-    finite = not _any_true(not all(bool(torch.isfinite(value).all()) for value in state.values()))
-    if _any_true(bool(error)):
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint is none, and a full disk needs its room
-        return SaveOutcome(path=relative, seconds=time.perf_counter() - started, error=error or "failed on a peer")
-    size, verified = 0, False
-    if rank == 0:
-        try:
-            manifest = checkpoints.commit(str(folder), step=step, attempt=attempt, world=world, finite=finite)
-            size = manifest.size_bytes
-            checkpoints.verify(str(folder))
-            _compare(str(folder), state)
-            verified = True
-        except (CheckpointError, OSError) as problem:
-            error = str(problem)
-            if not (folder / checkpoints.MANIFEST).exists():
-                shutil.rmtree(folder, ignore_errors=True)
-    return SaveOutcome(
-        path=relative, seconds=time.perf_counter() - started, size_bytes=size, verified=verified, error=error
-    )
-
-
 def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
-    """Verify, then load into model and optimizer in place; returns the step to go on with. Collective.
+    """Verify, then load into model and optimizer in place; returns the step to go on with. Collective: the ranks share
+    the hashing and refuse together. Another layout or number of ranks than the one that saved it is welcome.
 
     Raises:
         UnloadableError: the checkpoint is damaged, incomplete, or of another model.
     """
+    found, error = _verify_together(folder, rank)
+    if found is None:
+        raise UnloadableError(error)
     try:
-        manifest = checkpoints.verify(folder)
-        state = state_of(model, optimizer, 0, rank % manifest.world)
-        load_sharded(state, storage_reader=SafeReader(folder))
-    except CheckpointError as error:
-        raise UnloadableError(str(error)) from error
-    except (CheckpointException, Exception) as error:  # what a damaged file raises depends on where it is damaged
-        raise UnloadableError(f"{folder}: {_first_line(error)}") from error
-    step = int(state["trainer.step"])
-    if step != manifest.step:
-        raise UnloadableError(f"{folder}: expected step {manifest.step} as the manifest says, met {step}")
+        reader = SafeReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
+        wanted = _wanted(state_of(model, optimizer, 0, rank), saved, rank, found.world)
+        for name, value in wanted.items():
+            _check_entry(folder, name, value, saved.get(name))
+        load_sharded(dict(wanted), storage_reader=reader)
+    except CheckpointError as problem:
+        raise UnloadableError(str(problem)) from problem
+    except (CheckpointException, Exception) as problem:  # what a damaged file raises depends on where it is damaged
+        raise UnloadableError(f"{folder}: {first_line(problem)}") from problem
+    step = int(wanted["trainer.step"])
+    if step != found.step:
+        raise UnloadableError(f"{folder}: expected step {found.step} as the manifest says, met {step}")
     return step
 
 
-def _compare(folder: str, state: dict[str, Tensor]) -> None:
-    """Read the whole checkpoint back: this rank's tensors must be bit-equal, everybody's finite."""
-    reader = SafeReader(folder)
-    copy = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+def _verify_together(folder: str, rank: int) -> tuple[checkpoints.CheckpointManifest | None, str]:
+    """Each rank hashes its share of the files; all of them get the first complaint of any."""
+    world = dist.get_world_size()
+    manifest, error = None, ""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process.*")
-            load_sharded(copy, storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be read back: {_first_line(error)}") from error
-    for name, value in copy.items():
-        if not bool(torch.isfinite(value).all()):
-            raise CheckpointError(f"{folder}: {name} holds NaN or Inf")
-        if name in state and not torch.equal(value, state[name]):
-            raise CheckpointError(f"{folder}: {name} read back differs from what was saved")
+        manifest = checkpoints.verify(folder, rank, world)
+    except CheckpointError as problem:
+        error = str(problem)
+    said: list[str] = [""] * world
+    dist.all_gather_object(said, error)
+    error = next(filter(None, said), "")
+    return (None, error) if error else (manifest, "")
+
+
+def _wanted(state: Mapping[str, Tensor], saved: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
+    """What to load, by the names under which it was saved. A rank's buffers come from the rank of the same number, or,
+    where the checkpoint is of fewer ranks or another layout, from one that has them; if none has, they stay as they
+    are: amax histories fill anew, the loss scale begins anew."""
+    prefix, wanted = _local_prefix(rank), {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            wanted[name] = value
+            continue
+        buffer = name.removeprefix(prefix)
+        sources = [rank, rank % world, *range(world)]
+        for source in (f"{_local_prefix(number)}{buffer}" for number in sources):
+            entry = saved.get(source)
+            if isinstance(entry, TensorStorageMetadata) and entry.size == value.size():
+                wanted[source] = value
+                break
+    return wanted
+
+
+def _check_entry(folder: str, name: str, value: Tensor, entry: object) -> None:
+    """A dtype that differs loads silently, and what a missing name raises does not say what was expected."""
+    if not isinstance(entry, TensorStorageMetadata):
+        raise CheckpointError(f"{folder}: expected a tensor {name}, met none; a checkpoint of another model")
+    if entry.size != value.size():
+        raise CheckpointError(f"{folder}: expected {name} of {list(value.size())}, met {list(entry.size)}")
+    if entry.properties.dtype != value.dtype:
+        raise CheckpointError(f"{folder}: expected {name} as {value.dtype}, met {entry.properties.dtype}")
+
+
+def _local_prefix(rank: int) -> str:
+    return f"{_LOCAL}{rank:05d}."
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
@@ -209,14 +203,8 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
 
 
-def _any_true(flag: bool) -> bool:
-    """Whether the flag is set on any rank; every rank gets the same answer."""
-    value = torch.tensor(int(flag))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The gist of an error; of a CheckpointException the first rank's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, failure = next(iter(error.failures.items()))
         return f"rank {rank}: {failure[0]}".splitlines()[0]

@@ -7,15 +7,20 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from runhealth.storage.errors import ConfigError
+from runhealth.storage.records import Scalar
 from runhealth.trainer import faults as _folder
 from runhealth.trainer.config import FaultSpec, TrainConfig
-from runhealth.trainer.data import BatchPlan
+from runhealth.trainer.data import BatchPlan, Part
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Phase = Literal["data", "forward", "backward", "comm", "gc", "checkpoint"]
+End = Literal["", "dead", "hang"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +52,15 @@ class FaultContext:
 class Fault:
     """Base of all faults. The hooks do nothing here; each fault overrides those it needs.
 
-    Every hook is a function of the step, so a fault acts alike after a resume. `repaired_by` names the repairs of a
-    rollback plan that take the fault away.
+    There is one instance a rank. Every hook is a function of the step, so a fault acts alike after a resume.
+    `repaired_by` names the repairs of a rollback plan that take the fault away. `splits` says that the weights of the
+    labelled ranks may come to differ from those of the others: a simulation that shares the weights of all replicas has
+    to keep theirs apart.
     """
 
     name: ClassVar[str]
     repaired_by: ClassVar[tuple[str, ...]] = ()
+    splits: ClassVar[bool] = False
 
     def __init__(self, context: FaultContext) -> None:
         self.context = context
@@ -70,11 +78,60 @@ class Fault:
         del step
         return lr
 
+    def attach(self, model: "nn.Module") -> None:
+        """Once, before the first step: put hooks on modules and parameters. A hook on a parameter sees the gradient of
+        this rank before the reduce."""
+
+    def after_load(self, step: int, model: "nn.Module", optimizer: "Optimizer") -> None:
+        """Change what a resume has loaded; `step` is the first one of the new attempt."""
+
+    def parts(self, step: int, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Change which samples this rank reads."""
+        del step
+        return parts
+
+    def tokens(self, step: int, inputs: "Tensor", labels: "Tensor") -> tuple["Tensor", "Tensor"]:
+        """Change the batch of this rank, int64 [batch, seq] each, after it was read."""
+        del step
+        return inputs, labels
+
+    def heldout(self, step: int, tokens: "Tensor") -> "Tensor":
+        """Change what is evaluated, int64 [samples, seq + 1]."""
+        del step
+        return tokens
+
     def before_step(self, step: int, model: "nn.Module") -> None:
         """Change the model before the forward pass."""
 
     def after_backward(self, step: int, model: "nn.Module") -> None:
         """Change the reduced gradients before they are measured and clipped."""
+
+    def before_optimizer(self, step: int, model: "nn.Module", optimizer: "Optimizer") -> None:
+        """Change the clipped gradients, the weights or the optimizer, right before its step; what changes here does
+        not count as part of the update."""
+
+    def after_optimizer(self, step: int, model: "nn.Module", optimizer: "Optimizer") -> None:
+        """Change what the optimizer has done."""
+
+    def stall_s(self, step: int, phase: Phase) -> float:
+        """Seconds by which this rank takes longer in a phase: the loop sleeps them, a simulated clock adds them."""
+        del step, phase
+        return 0.0
+
+    def held_bytes(self, step: int) -> int:
+        """Memory that is held from here on and should not be."""
+        del step
+        return 0
+
+    def ends(self, step: int) -> End:
+        """How this rank's process ends before the step: killed, or stuck for good."""
+        del step
+        return ""
+
+    def logged(self, step: int, values: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Change what is written about the step, not what happened in it."""
+        del step
+        return values
 
 
 @cache

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from runhealth.diagnose.plans import Repair
+from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import ConfigError
+from runhealth.trainer.checkpoints import base_of
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.skips import SkipSet
 
@@ -17,7 +19,7 @@ PROGRESS_PREFIX = "@runhealth "  # rank 0 prints one JSON object behind it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """`checkpoint` is relative to the run's folder, empty for a start from scratch. `rollback` says that this attempt
+    """`checkpoint` is relative to `checkpoint_base`, empty for a start from scratch. `rollback` says that this attempt
     goes back by a plan: its repairs of state are made once, now; those of configuration at every launch."""
 
     run: str
@@ -33,6 +35,12 @@ class LaunchSpec:
     repairs: tuple[Repair, ...] = ()
     needed: tuple[str, ...] = ()  # checkpoints that must not be retired
     superseded: tuple[str, ...] = ()  # those of a past that a rollback left
+    failed_ns: int = 0  # when the failure was found that this attempt follows; 0 for none
+
+    @property
+    def checkpoint_base(self) -> str:
+        """What `checkpoint`, `needed` and `superseded` are relative to: a folder or an fsspec URL."""
+        return base_of(self.config.checkpoint.target, self.run, self.run_path)
 
     def write(self, path: Path) -> None:
         raw = {
@@ -49,6 +57,7 @@ class LaunchSpec:
             "repairs": [asdict(repair) for repair in self.repairs],
             "needed": list(self.needed),
             "superseded": list(self.superseded),
+            "failed_ns": self.failed_ns,
         }
         write_json(path, raw)
 
@@ -72,13 +81,15 @@ class RunState:
     """What a run has learned since it was created; `run.json` never changes, this does (`trainer.json`).
 
     `superseded` are checkpoints of a past that a rollback left; `applied` are (incident, checkpoint) pairs, so that
-    the same rollback is never made twice.
+    the same rollback is never made twice. `origin` is the checkpoint of another run that this one began with, whole
+    path or URL; empty for a run that began with nothing.
     """
 
     skips: SkipSet = field(default_factory=SkipSet)
     repairs: tuple[Repair, ...] = ()
     superseded: tuple[str, ...] = ()
     applied: tuple[tuple[str, str], ...] = ()
+    origin: str = ""
 
     @classmethod
     def read(cls, run_path: str) -> "RunState":
@@ -92,6 +103,7 @@ class RunState:
                 repairs=tuple(Repair(**item) for item in raw["repairs"]),
                 superseded=tuple(raw["superseded"]),
                 applied=tuple((incident, checkpoint) for incident, checkpoint in raw["applied"]),
+                origin=str(raw.get("origin", "")),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: expected the trainer's state, met {type(error).__name__}: {error}") from error
@@ -104,6 +116,7 @@ class RunState:
                 "repairs": [asdict(repair) for repair in self.repairs],
                 "superseded": list(self.superseded),
                 "applied": [list(pair) for pair in self.applied],
+                "origin": self.origin,
             },
         )
 
@@ -111,6 +124,4 @@ class RunState:
 def write_json(path: Path, raw: Mapping[str, object]) -> None:
     """Atomically, so that a reader sees the old or the new file, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(raw, indent=1))
-    temporary.replace(path)
+    write_whole(path, json.dumps(raw, indent=1).encode())

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from runhealth.trainer.supervisor import Progress
+from runhealth.trainer.attempt import Progress
 
 PLAIN_INTERVAL_S = 5.0
 

@@ -11,6 +11,7 @@ from runhealth.storage.errors import CheckpointError, PlanError
 from runhealth.trainer import checkpoints
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import shard_name
+from runhealth.trainer.folders import is_url, join
 from runhealth.trainer.launch import RunState
 
 PENDING, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
@@ -52,7 +53,8 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
         raise PlanError(f"expected an incident's name without slashes and leading dots, met {plan.incident!r}")
     if plan.run != run:
         raise PlanError(f"plan {plan.incident}: expected a plan for run {run!r}, met {plan.run!r}")
-    path = _checkpoint_of(plan, run_path)
+    base = checkpoints.base_of(config.checkpoint.target, run, run_path)
+    path = _checkpoint_of(plan, base)
     if path in state.superseded:
         raise PlanError(f"plan {plan.incident}: {path} belongs to a past that an earlier rollback left behind")
     if (plan.incident, path) in state.applied:
@@ -61,7 +63,7 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
             " go further back, or repair the cause"
         )
     try:
-        manifest = checkpoints.verify(str(Path(run_path) / path))
+        manifest = checkpoints.verify(join(base, path))
     except CheckpointError as error:
         raise PlanError(f"plan {plan.incident}: its checkpoint fails verification: {error}") from error
     if manifest.step != plan.checkpoint_step:
@@ -74,7 +76,7 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
         plan=plan,
         checkpoint=path,
         state=replace(
-            leave_behind(state, run_path, manifest.step),
+            leave_behind(state, base, manifest.step),
             skips=state.skips.add(plan.skip),
             repairs=(*state.repairs, *(repair for repair in plan.repairs if repair not in state.repairs)),
             applied=(*state.applied, (plan.incident, path)),
@@ -82,9 +84,9 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
     )
 
 
-def leave_behind(state: RunState, run_path: str, step: int) -> RunState:
+def leave_behind(state: RunState, base: str, step: int) -> RunState:
     """The state in which every checkpoint past `step` that is there now belongs to a past nobody resumes from."""
-    left = [info.path for info in checkpoints.committed(run_path) if info.step > step]
+    left = [info.path for info in checkpoints.committed(base) if info.step > step]
     return replace(state, superseded=tuple(dict.fromkeys((*state.superseded, *left))))
 
 
@@ -97,13 +99,14 @@ def conclude(path: Path, suffix: str, reason: str = "") -> None:
         path.with_name(f"{base}.failed.txt").write_text(f"{reason}\n")
 
 
-def _checkpoint_of(plan: RollbackPlan, run_path: str) -> str:
-    """The plan's checkpoint as a path relative to the run; a plan may come from anywhere, so it cannot leave the
+def _checkpoint_of(plan: RollbackPlan, base: str) -> str:
+    """The plan's checkpoint as a path relative to the base; a plan may come from anywhere, so it cannot leave the
     run's own checkpoints."""
     if "://" in plan.checkpoint_path:
         raise PlanError(f"plan {plan.incident}: expected a checkpoint of this run, met the URL {plan.checkpoint_path}")
-    folder = (Path(run_path) / checkpoints.FOLDER).resolve()
-    path = (Path(run_path) / plan.checkpoint_path).resolve()
+    root = Path("/") if is_url(base) else Path(base)  # a URL has nothing to resolve: its names are checked as they are
+    folder = (root / checkpoints.FOLDER).resolve()
+    path = (root / plan.checkpoint_path).resolve()
     if path.parent != folder:
         raise PlanError(
             f"plan {plan.incident}: expected a folder in {checkpoints.FOLDER}/, met {plan.checkpoint_path!r}"
@@ -125,7 +128,7 @@ def _check_skips(plan: RollbackPlan, config: TrainConfig) -> None:
 
 def _check_repairs(plan: RollbackPlan, config: TrainConfig) -> None:
     for repair in plan.repairs:
-        if repair.kind == "reset_loss_scale":
+        if repair.kind == "reset_loss_scale" and config.model.precision != "fp16":
             raise PlanError(f"plan {plan.incident}: reset_loss_scale: this run has no loss scale")
         if repair.kind in ("fresh_amax", "higher_precision") and config.model.precision != "fp8":
             raise PlanError(f"plan {plan.incident}: {repair.kind}: this run has no fp8 tensors")

@@ -1,25 +1,21 @@
 """Runs an attempt, watches it, and starts the next one: after a crash from the newest verified checkpoint, after a
 rollback plan from the checkpoint that the plan names. Importable without torch: only the ranks load it.
 
-Every restart is a new torchrun and a new attempt of the run. (Restarts inside one torchrun are not used: with gloo
-they read the dead attempt's addresses unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set, and the checkpoint to go on
-from has to be chosen between two attempts anyway.)
+Every restart is a new attempt of the run with new processes. They are forked by agents that stay (`nodes`), so a
+restart pays for no import, and a lost node gives way to a spare.
 """
 
-import contextlib
 import fcntl
 import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,30 +24,19 @@ from runhealth.storage.publish import Publisher
 from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, Record, RunEvent
 from runhealth.storage.store import RunInfo, Store
 from runhealth.trainer import checkpoints, rollback
-from runhealth.trainer.agent import SUPERVISOR_PID
+from runhealth.trainer.attempt import Attempt, Listener, Output
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import data_folder, pack
-from runhealth.trainer.failure import Failure, failure_of
+from runhealth.trainer.failure import Failure
+from runhealth.trainer.folders import join
 from runhealth.trainer.journal import SUPERVISOR_RANK, Journal
-from runhealth.trainer.launch import ENVIRONMENT, PROGRESS_PREFIX, LaunchSpec, RunState
-from runhealth.trainer.processes import end_tree
+from runhealth.trainer.launch import LaunchSpec, RunState
+from runhealth.trainer.nodes import Nodes, environment_for
+from runhealth.trainer.restarts import RestartPolicy
 
 POLL_S = 0.1
 GRACE_S = 8.0
 INTERRUPTED = 130
-OUTPUT_TAIL_LINES = 40
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    attempt: int
-    step: int
-    stop_step: int
-    loss: float
-
-
-Listener = Callable[[Progress], None]
 
 
 def require_torch() -> None:
@@ -70,6 +55,8 @@ class Supervisor:
         *,
         stop_step: int | None = None,
         max_restarts: int = 2,
+        nodes: int = 1,
+        spares: int = 0,
         on_progress: Listener | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
@@ -77,21 +64,31 @@ class Supervisor:
         self.run_path = run.path
         self.config = TrainConfig.from_json(run.config, where=f"{run.path}/run.json: config")
         self.stop_step = self.config.steps if stop_step is None else stop_step
-        for name, value, least in (("steps", self.stop_step, 1), ("max-restarts", max_restarts, 0)):
+        for name, value, least in (
+            ("steps", self.stop_step, 1),
+            ("max-restarts", max_restarts, 0),
+            ("nodes", nodes, 1),
+            ("spares", spares, 0),
+        ):
             if value < least:
                 raise ConfigError(f"--{name}: expected at least {least}, met {value}")
+        if nodes > self.config.world:
+            raise ConfigError(f"--nodes: expected at most one a rank, {self.config.world}, met {nodes}")
         self.state = RunState.read(run.path)
+        self._base = checkpoints.base_of(self.config.checkpoint.target, run.name, run.path)
+        self._failed_ns = 0  # when the last failure was found
         self._store = store
-        self._max_restarts = max_restarts
-        self._on_progress = on_progress
+        self._policy = RestartPolicy(max_restarts)
+        self._counts = (nodes, spares)
         self._say = say
+        self._output = Output(on_progress, self._tell)
         self._interrupted = False
         self._failure: Failure | None = None  # of the last attempt
         self._data_path = data_folder(store.root, self.config.data)
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # for the log of the next attempt
         self._failed_checkpoints: list[tuple[checkpoints.CheckpointInfo, str]] = []
         self._unloadable: list[str] = []  # checkpoints that pass verification, but no rank could load
-        self._journal = Journal(run.path, lambda line: say(f"{run.name}: {line}"))
+        self._journal = Journal(run.path, self._tell)
 
     def supervise(self, plan_file: str | None = None) -> int:
         """Train to the end. Returns 0, 1 if the ranks kept failing, or 130 after Ctrl-C or SIGTERM.
@@ -107,25 +104,26 @@ class Supervisor:
             try:
                 start, is_rollback = self._first_start(plan_file)
                 if checkpoints.step_of(start) >= self.stop_step:
-                    self._say(f"{self.run.name}: {start} is the end already; nothing to train (--steps goes further)")
+                    self._tell(f"{start} is the end already; nothing to train (--steps goes further)")
                     return 0
                 pack(self._data_path, self.config.data)
                 return self._attempts(start, is_rollback)
             finally:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
-                self._write_status("ended", None)
+                self._write_status("ended")
 
     def _attempts(self, checkpoint: str, is_rollback: bool) -> int:
         stop_publishing = threading.Event()
         publisher = Publisher(self.run_path)
         thread = threading.Thread(target=publisher.run_forever, args=(stop_publishing,), name="publisher", daemon=True)
         thread.start()
+        count, spares = self._counts
+        nodes = Nodes(count=count, spares=spares, environment=environment_for(os.environ), on_line=self._output.line)
         try:
-            restarts = 0
             while True:
                 self._failure = None
-                ended, reason = self._one_attempt(checkpoint, is_rollback)
+                ended, reason = self._one_attempt(nodes, checkpoint, is_rollback)
                 if ended in (0, INTERRUPTED):
                     return ended
                 if reason is not None:  # a plan was applied
@@ -133,24 +131,25 @@ class Supervisor:
                     continue
                 if self._cannot_load(checkpoint):  # not a restart: it ends with the last checkpoint
                     checkpoint = self._newest()
-                    self._say(f"{self.run.name}: falling back to {checkpoint or 'the beginning'}")
+                    self._tell(f"falling back to {checkpoint or 'the beginning'}")
                     continue
-                restarts += 1
-                if restarts > self._max_restarts:
-                    self._say(f"{self.run.name}: the ranks failed {restarts} times; giving up")
-                    return 1
                 checkpoint, is_rollback = self._newest(), False
-                self._say(f"{self.run.name}: restart {restarts} from {checkpoint or 'the beginning'}")
+                why = self._policy.give_up(self._failure, checkpoints.step_of(checkpoint)) if self._failure else ""
+                if why:
+                    self._tell(why)
+                    return 1
+                self._tell(f"restart {self._policy.failures} from {checkpoint or 'the beginning'}")
         finally:
+            nodes.close(GRACE_S)
             stop_publishing.set()
             thread.join()
             try:
                 publisher.publish()
             except StoreError as error:
-                self._say(f"{self.run.name}: {error}")
+                self._tell(str(error))
 
-    def _one_attempt(self, checkpoint: str, is_rollback: bool) -> tuple[int, str | None]:
-        """Run one torchrun. Returns its exit code, and the checkpoint to go back to if a plan ended it."""
+    def _one_attempt(self, nodes: Nodes, checkpoint: str, is_rollback: bool) -> tuple[int, str | None]:
+        """Run the ranks once. Returns their exit code, and the checkpoint to go back to if a plan ended them."""
         claimed = self._store.claim_attempt(self.run, uuid.uuid4().hex)
         spec = LaunchSpec(
             run=self.run.name,
@@ -166,7 +165,9 @@ class Supervisor:
             repairs=self.state.repairs,
             needed=tuple(path for _, path in self.state.applied),
             superseded=self.state.superseded,
+            failed_ns=self._failed_ns,
         )
+        self._failed_ns = 0
         launch = Path(self.run_path) / "launch" / f"a{claimed.attempt:03d}.json"
         try:
             spec.write(launch)
@@ -177,41 +178,47 @@ class Supervisor:
         try:
             self._flush(claimed.attempt)
             with output_file as output:
-                agent = self._start(launch, claimed.attempt)
-                self._write_status("running", agent.pid, claimed.attempt)
-                tail: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
-                reader = threading.Thread(target=self._read, args=(agent, output, tail), daemon=True)
-                reader.start()
-                try:
-                    target = self._watch(agent)
-                finally:
-                    if agent.poll() is None:
-                        end_tree(agent.pid, GRACE_S)
-                    code = agent.wait()
-                    reader.join(timeout=GRACE_S)
+                self._output.begin(output)
+                attempt = Attempt(nodes, launch, self.config.world, self.config.timeout_s, self._tell)
+                for name in attempt.start():
+                    self._tell(f"node {name} takes the place of a lost one")
+                    self._event(claimed.attempt, 0, "node_replaced", f"node {name} takes the place of a lost one", {})
+                target = self._watch(attempt, nodes, claimed.attempt)
+                if attempt.failed:
+                    self._report_failure(launch, claimed.attempt, attempt)
+                elif not attempt.over:
+                    attempt.stop(GRACE_S)
+                self._output.end()
             if self._interrupted:
                 return INTERRUPTED, None
             if target is not None:
                 # the ranks may have saved once more between the check of the plan and their end
-                step = next(i.step for i in checkpoints.committed(self.run_path) if i.path == target)
-                self.state = rollback.leave_behind(self.state, self.run_path, step)
+                step = next(i.step for i in checkpoints.committed(self._base) if i.path == target)
+                self.state = rollback.leave_behind(self.state, self._base, step)
                 self.state.write(self.run_path)
                 return -1, target
-            if code != 0:
-                self._report_failure(launch, claimed.attempt, code, tail)
-            return code, None
+            return attempt.code, None
         finally:
+            self._output.end()
             self._journal.end()
 
-    def _watch(self, agent: "subprocess.Popen[str]") -> str | None:
-        """Wait until torchrun ends, a signal arrives (None), or a valid plan asks to go back (its checkpoint)."""
-        while agent.poll() is None and not self._interrupted:
+    def _watch(self, attempt: Attempt, nodes: Nodes, number: int) -> str | None:
+        """Wait until the ranks end or fail, a signal arrives (None), or a valid plan asks to go back (its
+        checkpoint)."""
+        suspended: set[int] = set()
+        while not attempt.over and not self._interrupted:
+            if attempt.look(POLL_S):
+                self._write_status("running", nodes, number)
+            if suspended != attempt.stopped.keys():
+                suspended = set(attempt.stopped)
+                ranks = sorted(suspended)
+                message = f"ranks suspended: {', '.join(map(str, ranks)) or 'none any more'}"
+                self._event(number, 0, "rank_suspended", message, {"ranks": ranks})
             for path in rollback.pending(self.run_path):
                 target = self._apply_pending(path)
                 if target is not None:
                     return target
             self._journal.retry()
-            time.sleep(POLL_S)
         return None
 
     def _apply_pending(self, path: Path) -> str | None:
@@ -219,7 +226,7 @@ class Supervisor:
             checked = self._check(str(path))
         except PlanError as error:
             rollback.conclude(path, rollback.FAILED, str(error))
-            self._say(f"{self.run.name}: plan refused: {error}")
+            self._tell(f"plan refused: {error}")
             return None
         self._accept(checked)
         rollback.conclude(path, rollback.APPLIED)
@@ -253,74 +260,29 @@ class Supervisor:
         self.state = checked.state
         self.state.write(self.run_path)
         self._events.append((EventKind.ROLLBACK, rollback.describe(checked), checked.plan.to_json()))
-        self._say(f"{self.run.name}: rollback: {rollback.describe(checked)}")
+        self._tell(f"rollback: {rollback.describe(checked)}")
 
     def _newest(self) -> str:
-        info, failed = checkpoints.newest_verified(self.run_path, (*self.state.superseded, *self._unloadable))
+        """The checkpoint to go on from, between two attempts; empty for none."""
+        for path in checkpoints.sweep(self._base):
+            self._tell(f"{path}: a save that did not finish; removed")
+        info, failed = checkpoints.newest_verified(self._base, (*self.state.superseded, *self._unloadable))
         for bad, reason in failed:
-            self._say(f"{self.run.name}: not resumed from {bad.path}: {reason}")
+            self._tell(f"not resumed from {bad.path}: {reason}")
         self._failed_checkpoints.extend(failed)
-        return info.path if info else ""
+        return info.path if info else self.state.origin
 
     def _cannot_load(self, checkpoint: str) -> bool:
         """Whether the attempt failed because its checkpoint, verified as it was, could not be loaded."""
         if self._failure is None or not checkpoint or self._failure.checkpoint != checkpoint:
             return False
+        if checkpoint == self.state.origin:
+            return False  # nothing lies before it: to begin with nothing instead is not for us to decide
         self._unloadable.append(checkpoint)
-        match = [info for info in checkpoints.committed(self.run_path) if info.path == checkpoint]
+        match = [info for info in checkpoints.committed(self._base) if info.path == checkpoint]
         self._failed_checkpoints.extend((info, self._failure.message) for info in match)
-        self._say(f"{self.run.name}: {checkpoint} passes verification but cannot be loaded: {self._failure.message}")
+        self._tell(f"{checkpoint} passes verification but cannot be loaded: {self._failure.message}")
         return True
-
-    def _start(self, launch: Path, attempt: int) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "runhealth.trainer.agent", "--standalone"]
-        command += [f"--nproc-per-node={self.config.world}", "--max-restarts=0", "--monitor-interval=0.1"]
-        command += ["--local-addr=127.0.0.1"]  # a host name that does not resolve would keep the ranks apart
-        command += ["--shutdown-timeout=5", "-m", "runhealth.trainer.worker"]
-        environment = {
-            **os.environ,
-            ENVIRONMENT: str(launch),
-            SUPERVISOR_PID: str(os.getpid()),
-            "RUNHEALTH_ATTEMPT": str(attempt),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": "1",  # more makes busy ranks spin against each other
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONUNBUFFERED": "1",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK),
-        }
-        # a session of its own: Ctrl-C reaches the supervisor only, which then ends the tree in order
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-
-    def _read(self, agent: "subprocess.Popen[str]", output: IO[bytes], tail: "deque[str]") -> None:
-        """What the ranks print: progress goes to the listener, all else into the attempt's log file."""
-        assert agent.stdout is not None
-        with agent.stdout:
-            for line in agent.stdout:
-                if line.startswith(PROGRESS_PREFIX):
-                    self._progress(line.removeprefix(PROGRESS_PREFIX))
-                else:
-                    tail.append(line)
-                    with contextlib.suppress(OSError):  # a full disk: the pipe is read on, or the ranks would block
-                        output.write(line.encode())
-
-    def _progress(self, text: str) -> None:
-        if self._on_progress is None:
-            return
-        try:
-            raw = json.loads(text)
-            progress = Progress(attempt=raw["attempt"], step=raw["step"], stop_step=raw["stop"], loss=raw["loss"])
-        except (ValueError, KeyError, TypeError):
-            return
-        self._on_progress(progress)
 
     def _flush(self, attempt: int) -> None:
         """Write what happened between the attempts into the log of the new one."""
@@ -340,23 +302,45 @@ class Supervisor:
         if records:
             self._journal.append(records)
 
-    def _report_failure(self, launch: Path, attempt: int, code: int, tail: "deque[str]") -> None:
-        text = "".join(tail)
-        self._failure = failure = failure_of(launch, code, text, self.config.world)
+    def _report_failure(self, launch: Path, number: int, attempt: Attempt) -> None:
+        self._failure = failure = attempt.post_mortem()
+        self._failed_ns = attempt.detected_ns
+        text = "".join(self._output.tail)
         lines = f"; all that was printed: {launch.with_suffix('.log')}"
         if not failure.ranks and text.strip():
             lines = f"; its last lines were\n{text}"
-        self._say(f"{self.run.name}: attempt {attempt} ended with exit code {code}: {failure.message}{lines}")
-        event = RunEvent(
-            attempt=attempt,
-            step=0,
-            rank=SUPERVISOR_RANK,
-            ts_ns=time.time_ns(),
-            kind=EventKind.EXCEPTION,
-            message=failure.message,
-            data={"exit_code": code, "output": text[-4000:], "ranks": list(failure.ranks)},
+        self._tell(f"attempt {number} ended with exit code {attempt.code}: {failure.message}{lines}")
+        data = {
+            "exit_code": attempt.code,
+            "output": text[-4000:],
+            "ranks": list(failure.ranks),
+            "cause": failure.kind,
+            "exits": {str(e.rank): e.code for e in attempt.exits if not e.ordered},
+            "detected_ns": attempt.detected_ns,
+            "named_ns": attempt.named_ns,
+        }
+        step = max(0, failure.step)
+        self._event(number, step, EventKind.EXCEPTION, failure.message, data)
+        if failure.kind in ("hang", "dead_rank"):
+            self._event(number, step, failure.kind, failure.message, {"ranks": list(failure.ranks)})
+
+    def _event(self, attempt: int, step: int, kind: str, message: str, data: dict[str, Any]) -> None:
+        self._journal.append(
+            [
+                RunEvent(
+                    attempt=attempt,
+                    step=step,
+                    rank=SUPERVISOR_RANK,
+                    ts_ns=time.time_ns(),
+                    kind=kind,
+                    message=message,
+                    data=data,
+                )
+            ]
         )
-        self._journal.append([event])
+
+    def _tell(self, line: str) -> None:
+        self._say(f"{self.run.name}: {line}")
 
     def _take(self, lock: IO[str]) -> None:
         try:
@@ -373,11 +357,12 @@ class Supervisor:
         except (OSError, ValueError, KeyError):
             return "another supervisor"
 
-    def _write_status(self, status: str, agent_pid: int | None, attempt: int | None = None) -> None:
+    def _write_status(self, status: str, nodes: Nodes | None = None, attempt: int | None = None) -> None:
         self._journal.status(
             {
                 "pid": os.getpid(),
-                "agent_pid": agent_pid,
+                "agents": nodes.agent_pids if nodes else {},
+                "ranks": nodes.pids if nodes else {},
                 "attempt": attempt,
                 "status": status,
                 "updated_ns": time.time_ns(),
@@ -397,3 +382,23 @@ def create(store: Store, name: str, config: TrainConfig) -> RunInfo:
             f" {name}`, or choose another name"
         )
     return run
+
+
+def newest_of(origin: RunInfo) -> str:
+    """The newest verified checkpoint of a run, as a whole path or URL, for another run to begin with.
+
+    Raises:
+        ConfigError: it has none that verifies.
+    """
+    config = TrainConfig.from_json(origin.config, where=f"{origin.path}/run.json: config")
+    base = checkpoints.base_of(config.checkpoint.target, origin.name, str(Path(origin.path).resolve()))
+    found, failed = checkpoints.newest_verified(base, RunState.read(origin.path).superseded)
+    if found is None:
+        reasons = "".join(f"; {why}" for _, why in failed[:3])
+        raise ConfigError(f"run {origin.name!r} has no checkpoint that verifies{reasons}")
+    return join(base, found.path)
+
+
+def begin_with(run: RunInfo, checkpoint: str) -> None:
+    """Have a new run begin with this checkpoint, whatever layout saved it."""
+    replace(RunState.read(run.path), origin=checkpoint).write(run.path)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from runhealth.storage.errors import NoUsableDataError
+from runhealth.storage.importers import open_log
 
 
 def test_per_rank_rows_with_units_are_ordered_by_step_and_rank(read):
@@ -111,3 +112,16 @@ def test_unknown_columns_are_named_with_the_options_that_map_them(read):
     assert got.series("loss") == [(n, n + 0.25) for n in range(9)]
     with pytest.raises(NoUsableDataError, match="--map loss=NAME"):
         read("step,cost\n1,2\n2,3\n3,4\n", "c.csv")
+
+
+@pytest.mark.parametrize("way", ["records", "blocks"])
+def test_a_column_that_stays_empty_is_told_with_its_line(tmp_path, way):
+    path = tmp_path / "log.csv"
+    rows = [f"{step},{'' if step >= 40 else 2.5},{1.5 if step % 2 else ''},0.1" for step in range(80)]
+    path.write_text("\n".join(["step,loss,grad_norm,lr", *rows, ""]))
+    log = open_log(str(path))
+    for _ in getattr(log, way)():
+        pass
+    assert [note for note in log.describe().notes if "empty" in note] == [
+        "the cells of loss are empty from line 42 to the end (40 rows): many programs leave a cell empty for NaN"
+    ]

@@ -1,14 +1,21 @@
 """No importer raises on damaged input, other than the documented errors, and every reading adds up."""
 
+import importlib.util
 import math
 import struct
+import subprocess
+import sys
+import time
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runhealth.storage.blocks import StepBlock
 from runhealth.storage.errors import NoUsableDataError
+from runhealth.storage.importers import open as open_module
 from runhealth.storage.importers import open_log
 from runhealth.storage.importers.tfevents import _masked_crc
 from runhealth.storage.records import StepRecord
@@ -82,6 +89,13 @@ _MUTATION = st.one_of(
 )
 
 
+def told(record):
+    if not isinstance(record, StepRecord):
+        return repr(record)
+    values = {name: "nan" if value != value else value for name, value in record.values.items()}
+    return record.attempt, record.step, record.rank, record.ts_ns, values
+
+
 def mutate(data: bytes, changes: list[tuple[str, int, bytes]]) -> bytes:
     for kind, place, material in changes:
         at = place % (len(data) + 1)
@@ -97,7 +111,7 @@ def mutate(data: bytes, changes: list[tuple[str, int, bytes]]) -> bytes:
 
 
 @pytest.mark.parametrize("sample", sorted(SAMPLES))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(_MUTATION, min_size=1, max_size=6))
 def test_damage_is_survived(sample, changes, tmp_path):
     path = tmp_path / "log"
@@ -108,6 +122,10 @@ def test_damage_is_survived(sample, changes, tmp_path):
     except NoUsableDataError:
         return
     info = log.describe()
+    again = open_log(str(path))
+    unpacked = [one.records() if isinstance(one, StepBlock) else [one] for one in again.blocks()]
+    assert [told(record) for part in unpacked for record in part] == [told(record) for record in records]
+    assert again.describe() == info
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert len(steps) <= info.rows_kept <= info.rows_read
     assert info.rows_rejected >= len(info.rejected) or len(info.rejected) == 20
@@ -116,6 +134,46 @@ def test_damage_is_survived(sample, changes, tmp_path):
         assert record.rank >= 0
         assert all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in record.values.values())
         assert not math.isnan(record.attempt)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """bench/fuzz.py, of which the long runs are made."""
+    script = Path(__file__).resolve().parents[3] / "bench" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("bench_fuzz", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", [1_000_001, 1_000_002])
+def test_a_short_run_of_the_bench_finds_nothing(bench, seed, tmp_path):
+    inputs = bench.inputs_of(seed, 150)
+    assert [why for _, why in bench.fuzz(inputs, tmp_path)] == []
+
+
+def test_the_bench_finds_what_is_wrong(bench, tmp_path, monkeypatch):
+    sound = [data for name, data in bench.samples().items() if name == "colon"]
+    assert [why for _, why in bench.fuzz(iter(sound), tmp_path)] == []
+    packed = open_module.packed
+    monkeypatch.setattr(open_module, "packed", lambda records: list(packed(records))[:-1])
+    assert [why for _, why in bench.fuzz(iter(sound), tmp_path)] == ["blocks differ from records"]
+    monkeypatch.setattr(open_module, "packed", lambda _: 1 / 0)
+    assert [why for _, why in bench.fuzz(iter(sound), tmp_path)] == ["ZeroDivisionError: division by zero"]
+    monkeypatch.setattr(bench, "LIMIT_S", 0.2)
+    monkeypatch.setattr(open_module, "packed", lambda _: time.sleep(5))
+    assert [why for _, why in bench.fuzz(iter(sound), tmp_path)] == ["Hang: more than 0.2 s"]
+
+
+def test_the_bench_sees_code_that_is_loaded(bench):
+    """In a process of its own: an audit hook cannot be taken back."""
+    script = (
+        f"import runpy; bench = runpy.run_path({bench.__file__!r}); watch = bench['Watch'](); watch.armed = True\n"
+        "import pickle; pickle.loads(b'cdatetime\\ndate\\n.'); eval('1'); watch.armed = False; print(*watch.seen)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pickle.find_class" in done.stdout
+    assert "compile" in done.stdout
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,9 +1,11 @@
 """Logs become runs of the store: exactly, once, and anew when they have changed."""
 
+from pathlib import Path
+
 import pytest
 
-from runhealth.storage.errors import ConfigError, NoUsableDataError
-from runhealth.storage.importers import open_log
+from runhealth.storage.errors import ConfigError, NoUsableDataError, StoreError
+from runhealth.storage.importers import into_store, open_log
 from runhealth.storage.importers.into_store import import_log
 from runhealth.storage.reader import RunReader
 from runhealth.storage.records import RunEvent
@@ -109,3 +111,46 @@ def test_a_folder_is_imported_as_a_whole(store, tmp_path):
     first = import_log(str(folder), "r", store)
     (folder / "rank_1.jsonl").write_text(rows(0, 12))
     assert import_log(str(folder), "r", store).config != first.config
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_replaced_run_is_whole_at_any_moment(store, log, monkeypatch, exchange):
+    import_log(str(log), "r", store)
+    with log.open("a") as file:
+        file.write(rows(60, 70))
+    if not exchange:
+        monkeypatch.setattr(into_store, "_exchanged", lambda *_: False)
+    elif not into_store._exchanged(Path(store.root, "r"), Path(store.root, "r")):
+        pytest.skip("this file system cannot exchange folders")
+    assert import_log(str(log), "r", store).config["imported"]["generation"] == 1
+    assert max(record.step for record in stored(store)) == 69
+    assert [path.name for path in Path(store.root).iterdir()] == ["r"]
+
+
+def test_a_run_that_could_not_be_replaced_comes_back(store, log, monkeypatch):
+    import_log(str(log), "r", store)
+    with log.open("a") as file:
+        file.write(rows(60, 70))
+    monkeypatch.setattr(into_store, "_exchanged", lambda *_: False)
+    rename, calls = Path.rename, []
+
+    def failing(self, target):
+        calls.append(self)
+        if self.name == "r" and self.parent.name.startswith(".import-"):
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(StoreError, match="No space left"):
+        import_log(str(log), "r", store)
+    assert max(record.step for record in stored(store)) == 59
+
+
+def test_a_run_that_a_killed_import_left_aside_is_found(store, log):
+    import_log(str(log), "r", store)
+    aside = Path(store.root, ".import-0", ".replaced", "r")
+    aside.parent.mkdir(parents=True)
+    Path(store.root, "r").rename(aside)
+    run = import_log(str(log), "r", store)
+    assert run.config["imported"]["generation"] == 0
+    assert max(record.step for record in stored(store)) == 59

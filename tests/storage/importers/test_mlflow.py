@@ -133,3 +133,19 @@ def test_lines_that_are_no_points_are_rejected_with_their_file(tmp_path):
     log = open_log(str(tmp_path))
     list(log.records())
     assert [(one.line, "grad_norm" in one.why) for one in log.describe().rejected] == [(6, True)]
+
+
+def test_times_that_are_none_are_left_out(tmp_path):
+    database(tmp_path / "mlflow.db", {"a": [("loss", 2.5, 10**17, 1), ("loss", 2.4, 1_700_000_000_000, 2)]})
+    records = [record for record in open_log(str(tmp_path / "mlflow.db")).records() if isinstance(record, StepRecord)]
+    assert {record.step: record.ts_ns for record in records} == {1: 0, 2: 1_700_000_000 * 10**9}
+
+
+def test_a_schema_whose_damage_sqlite_cannot_even_name(tmp_path):
+    path = tmp_path / "mlflow.db"
+    database(path, {"a": list(points(0, 5, 1000))})
+    data = path.read_bytes()
+    at = data.rindex(b"CREATE TABLE metrics")
+    path.write_bytes(data[:at] + b"CRE\xbdTE" + data[at + 6 :])
+    with pytest.raises(NoUsableDataError, match="no readable MLflow store"):
+        list(open_log(str(path)).records())

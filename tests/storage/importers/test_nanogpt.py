@@ -125,3 +125,12 @@ def test_a_traceback_that_training_survived_is_a_note(read):
     )
     assert got.events == []
     assert any("went on after the exception on line 4" in note for note in got.info.notes)
+
+
+def test_bare_lines_of_step_split_and_loss(read):
+    got = read("0 val 10.9\n0 hella 0.2463\n0 train 10.95\n1 train 10.5\n2 train 9.5\n2 val 9.4\n")
+    assert got.info.format == "nanogpt"
+    assert got.series("loss") == [(0, 10.95), (1, 10.5), (2, 9.5)]
+    assert got.series("eval_loss") == [(0, 10.9), (2, 9.4)]
+    assert got.series("hellaswag") == [(0, 0.2463)]
+    assert {record.attempt for record in got.steps} == {0}

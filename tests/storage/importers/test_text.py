@@ -40,15 +40,15 @@ def test_spellings(read, template):
     assert got.series("lr")[0] == (10, 0.001)
 
 
-def test_hugging_face_console_has_no_steps_and_strings_are_numbers(read):
+def test_hugging_face_console_has_no_steps_but_a_bar_and_strings_are_numbers(read):
     got = read(
         " 10%|#  | 1/10 [00:01<00:09]\r{'loss': 2.5, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.1}\n"
         "{'loss': '2.25', 'grad_norm': 'nan', 'learning_rate': '5e-05', 'epoch': '0.2'}\n"
         "{'eval_loss': 2.0, 'eval_runtime': 3.0, 'epoch': 0.2}\n"
         "{'train_runtime': 5.0, 'train_loss': 99.0, 'epoch': 0.2}\n"
     )
-    assert got.series("loss") == [(0, 2.5), (1, 2.25)]
-    assert got.series("eval_loss") == [(1, 2.0)]
+    assert got.series("loss") == [(1, 2.5), (2, 2.25)]
+    assert got.series("eval_loss") == [(2, 2.0)]
     assert math.isnan(got.steps[1].values["grad_norm"])
     assert any("no step in the lines" in note for note in got.info.notes)
 
@@ -91,3 +91,39 @@ def test_the_pytorch_mnist_log_is_one_run_with_steps_over_all_epochs(read):
 def test_a_share_of_hits_is_no_step(read, name):
     got = read("".join(f"[{n}/100] loss {3 - n / 10:.1f}\nloss 0.5, {name}: 98/100 (98%)\n" for n in range(1, 6)))
     assert [record.step for record in got.steps] == [1, 2, 3, 4, 5]
+
+
+def bar(step: int, total: int = 600) -> str:
+    return f"\r  {step * 100 // total}%|###       | {step}/{total} [00:05<08:00,  2.05it/s]"
+
+
+def test_the_progress_bar_gives_the_step_of_a_dictionary_without_one(read):
+    text = "Map: 100%|####| 9/9 [00:01<00:00, 900 examples/s]\n" + bar(0)
+    for step in range(10, 60, 10):
+        text += bar(step) + f"\r          \r{{'loss': {step / 10}, 'epoch': 0.1}}\n" + bar(step)
+        if step == 30:
+            text += "\n" + bar(5, 8) + "\n{'eval_loss': 2.5, 'epoch': 0.1}\n" + bar(30)
+    got = read(text)
+    assert got.series("loss") == [(10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0), (50, 5.0)]
+    assert got.series("eval_loss") == [(30, 2.5)]
+    assert any("the count of the progress bar" in note for note in got.info.notes)
+
+
+def test_a_progress_bar_that_goes_back_is_a_restart(read):
+    text = bar(0)
+    for step in [10, 20, 30, 40, 20, 30]:
+        text += bar(step) + f"\r{{'loss': {step / 10}, 'epoch': 0.1}}\n"
+    got = read(text)
+    assert [(record.attempt, record.step) for record in got.steps] == [
+        (0, 10),
+        (0, 20),
+        (0, 30),
+        (0, 40),
+        (1, 20),
+        (1, 30),
+    ]
+
+
+def test_without_a_progress_bar_dictionaries_are_numbered(read):
+    got = read("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.4, 'epoch': 0.2}\n")
+    assert got.series("loss") == [(0, 2.5), (1, 2.4)]

@@ -91,3 +91,8 @@ def test_agrees_with_tensorboard(tmp_path):
     records = list(open_log(str(path)).records())
     assert [record.step for record in records] == list(range(1, 300, 7))
     assert [record.values["loss"] for record in records] == pytest.approx([10.0 / step for step in range(1, 300, 7)])
+
+
+def test_times_that_64_bits_do_not_hold_are_left_out(read):
+    got = read(HEAD + event(1, simple("loss", 2.5), wall=9.9e9) + event(2, simple("loss", 2.4)))
+    assert [record.ts_ns for record in got.steps] == [0, 1_700_000_000 * 10**9]

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from runhealth.diagnose.detector import CHANNEL, Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 DEBOUNCE_FRAMES = 16
@@ -52,6 +53,17 @@ class BatchStatistics(Detector):
                 message=f"shard {first.batch.shard}: {what}",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row, outliers in block.outliers.items():
+            if any(outlier.strong for outlier in outliers):
+                self._since += row - at
+                found.extend(self.update_rows(block, (row,)))
+                at = row + 1
+        self._since += len(block) - at
+        return found
 
 
 DETECTOR = BatchStatistics

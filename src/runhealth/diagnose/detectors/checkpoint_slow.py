@@ -3,10 +3,14 @@
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
+from runhealth.diagnose.windows import total
 
 SAVES = 3
 SHARE = 0.10
@@ -65,6 +69,19 @@ class CheckpointSlow(Detector):
                 frame, "checkpoint_slow", "t_checkpoint_s", message, onset=self._first, value=save, baseline=share
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        saves, steps = block.largest("t_checkpoint_s"), block.largest("t_step_s")
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        loud = np.flatnonzero(saves.values > 0).tolist() if saves is not None else []
+        for row in [*loud, len(block)]:
+            if steps is not None:
+                self._all_s = total(self._all_s, steps.values[at:row][steps.present[at:row]])
+            if row < len(block):
+                found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+        return found
 
 
 DETECTOR = CheckpointSlow

@@ -9,10 +9,15 @@ import math
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import Ahead, Chunks, settled, take
+from runhealth.storage.blocks import Floats
 
 OVER_THRESHOLD = 5.0
 OVER_HABIT = 3.0
@@ -35,7 +40,7 @@ class ClipBreach(Detector):
     def update(self, frame: Frame) -> list[Alarm]:
         norm, threshold = frame.get("grad_norm"), frame.get("clip_threshold")
         self._since += 1
-        if norm is None or threshold is None or threshold <= 0 or not math.isfinite(norm) or norm <= 0:
+        if norm is None or threshold is None or not threshold > 0 or not math.isfinite(norm) or norm <= 0:
             return []
         ratio = norm / threshold
         habit = max(self._ratio.quantile(0.95), 0.0) if self._ratio.ready else math.inf
@@ -66,6 +71,39 @@ class ClipBreach(Detector):
                 f"{len(self._recent)} steps; the run is used to {habit:.2g} x",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        norm, threshold = block.get("grad_norm"), block.get("clip_threshold")
+        if norm is None or threshold is None:
+            self._since += len(block)
+            return []
+        measured = np.isfinite(norm.values) & (norm.values > 0) & (threshold.values > 0)
+        rows = np.flatnonzero(measured)
+        ratios = norm.values[rows] / threshold.values[rows]
+        found: list[tuple[int, Alarm]] = []
+        at, part = 0, Chunks(self._ratio, len(rows))
+        while part:
+            loud = self._first_breach(ratios[part.at : part.end])
+            quiet = part.at + loud
+            take(self._ratio, ratios[part.at : quiet])
+            self._recent.extend((step, 0.0) for step in block.steps[rows[part.at : quiet][-OF_FRAMES:]].tolist())
+            if quiet == part.end:
+                part.quiet()
+                continue
+            row = int(rows[quiet])
+            self._since += row - at
+            found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+            part.loud(quiet)
+        self._since += len(block) - at
+        return found
+
+    def _first_breach(self, ratios: Floats) -> int:
+        """The first that may be one; their number if none is."""
+        over = ratios > OVER_THRESHOLD
+        if over.any() and settled(self._ratio):
+            over &= ratios > OVER_HABIT * np.maximum(Ahead(self._ratio, ratios).quantile(0.95), 0.0)
+        return int(over.argmax()) if over.any() else len(ratios)
 
 
 DETECTOR = ClipBreach

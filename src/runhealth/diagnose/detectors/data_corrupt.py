@@ -13,6 +13,7 @@ from typing import ClassVar
 from runhealth.diagnose.batches import Z_OUTLIER, BatchOutlier, Deviation
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 LEAST_BATCHES = 8
@@ -63,6 +64,16 @@ class DataCorrupt(Detector):
                 visit.told = True
                 alarms.append(self._alarm(frame, shard, outliers, visit.first_step, proven))
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row in block.outliers:
+            self._index += row - at
+            found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+        self._index += len(block) - at
+        return found
 
     def _alarm(self, frame: Frame, shard: str, outliers: list[BatchOutlier], onset_step: int, proven: bool) -> Alarm:
         deviation = outliers[0].largest

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 ABSENT_ROWS = 16
@@ -59,6 +60,22 @@ class DeadRank(Detector):
         names = ", ".join(map(str, dead))
         message = f"rank {names} wrote nothing any more from step {onset:,} on, while {len(ranks)} others went on"
         return [self.fact(frame, "dead_rank", "", message, onset=onset, ranks=tuple(dead))]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        row = 0
+        while row < len(block) and not self._complete(block):
+            found.extend(self.update_rows(block, (row,)))
+            row += 1
+        if row < len(block) and len(block.ranks) > 1:
+            written = [True] * min(len(block) - row, KNOWN_ROWS)
+            for seen in self._present.values():
+                seen.extend(written)
+        return found
+
+    def _complete(self, block: FrameBlock) -> bool:
+        """Whether the ranks of the block are all that are known, and none was absent."""
+        return self._attempt == block.attempt and not self._absent and self._present.keys() == set(block.ranks)
 
 
 DETECTOR = DeadRank

@@ -7,10 +7,14 @@ standard errors while it fell by less than half of that within the epoch.
 import math
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
+from runhealth.storage.blocks import Floats, Ints
 
 ROWS = 32
 LEAST_ROWS = 8
@@ -36,7 +40,7 @@ class EpochStaircase(Detector):
         loss, epoch = frame.loss, frame.get("epoch")
         if loss is None or epoch is None or self._told or not math.isfinite(loss) or loss <= 0:
             return []
-        number = math.ceil(round(epoch, 6)) if math.isfinite(epoch) else 0
+        number = _number(epoch)
         if self._epoch is not None and number != self._epoch:
             self._close(frame.step)
         self._epoch = number
@@ -52,6 +56,25 @@ class EpochStaircase(Detector):
             "it, and is nearly level between: it has seen these samples before"
         )
         return [self.fact(frame, "epoch_staircase", "loss", message, onset=step, value=loss)]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        logs, epoch = block.log_loss, block.get("epoch")
+        if logs is None or epoch is None:
+            return []
+        rows = np.flatnonzero(logs.present & epoch.present)
+        numbers = _numbers(epoch.values[rows])
+        changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        while at < len(rows) and not self._told:
+            if self._before is None and numbers[at] == self._epoch:  # nothing but the next epoch is waited for
+                after = int(min(changes[changes > at], default=len(rows)))
+                self._rows.extend(logs.values[rows[at:after]].tolist())
+                at = after
+            else:
+                found.extend(self.update_rows(block, (int(rows[at]),)))
+                at += 1
+        return found
 
     def _close(self, step: int) -> None:
         rows = self._rows
@@ -72,6 +95,19 @@ class EpochStaircase(Detector):
         else:
             self._steps.clear()
         self._before = None
+
+
+def _number(epoch: float) -> int:
+    """The epoch that a fraction of epochs lies in."""
+    return math.ceil(round(epoch, 6)) if math.isfinite(epoch) else 0
+
+
+def _numbers(epochs: Floats) -> Ints:
+    whole = np.rint(epochs)
+    close = ~(np.abs(epochs - whole) > 1e-5)  # where rounding decides
+    numbers = np.ceil(np.where(close, 0.0, epochs)).astype(np.int64)
+    numbers[close] = [_number(value) for value in epochs[close].tolist()]
+    return numbers
 
 
 DETECTOR = EpochStaircase

@@ -12,6 +12,7 @@ from typing import ClassVar
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.evaluations import Evaluations
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
 
@@ -63,6 +64,16 @@ class EvalDrift(Detector):
                 frame, "eval_drift", "eval_loss", message, onset=onset, value=evaluation, baseline=math.exp(level)
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row in self._evaluations.rows(block):
+            self._evaluations.take_losses(block, at, row)
+            found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+        self._evaluations.take_losses(block, at, len(block))
+        return found
 
 
 DETECTOR = EvalDrift

@@ -9,10 +9,15 @@ before it.
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import Ahead, Chunks, settled, take
+from runhealth.storage.blocks import Bools, Floats, Ints
 
 CALIBRATION_FRAMES = 64
 LEAST_ELEMENTS = 16
@@ -20,6 +25,7 @@ COUNT_FACTOR = 8.0
 AMAX_FACTOR = 1.3
 AMAX_LEAST = 1.5
 REARM_FRAMES = 64
+RECENT = 3
 
 
 class FpOverflow(Detector):
@@ -30,8 +36,8 @@ class FpOverflow(Detector):
     def __init__(self) -> None:
         self._count = Baseline(256, least=16)
         self._amax = Baseline(256, least=16)
-        self._count_recent: deque[int] = deque(maxlen=3)  # the step where flagged, else -1
-        self._amax_recent: deque[int] = deque(maxlen=3)
+        self._count_recent: deque[int] = deque(maxlen=RECENT)  # the step where flagged, else -1
+        self._amax_recent: deque[int] = deque(maxlen=RECENT)
         self._seen = 0
         self._since = REARM_FRAMES
 
@@ -87,6 +93,43 @@ class FpOverflow(Detector):
                 message=f"{signal} {value:g} against {habit:g}{where}",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        count, amax = block.total("overflow_count"), block.largest("amax_ratio")
+        absent = np.zeros(len(block), dtype=np.bool_)
+        counted, scaled = (absent if signal is None else signal.present for signal in (count, amax))
+        counts, ratios = (np.full(len(block), np.nan) if signal is None else signal.values for signal in (count, amax))
+        rows = np.flatnonzero(counted | scaled)
+        found: list[tuple[int, Alarm]] = []
+        part = Chunks(self._count, len(rows))
+        while part:
+            mine = rows[part.at : part.end]
+            loud = self._first_flagged(mine, counted, counts, ratios)
+            quiet = mine[:loud]
+            self._seen += len(quiet)
+            self._since += len(quiet)
+            for habit, recent, there, values in (
+                (self._count, self._count_recent, counted, counts),
+                (self._amax, self._amax_recent, scaled, ratios),
+            ):
+                taken = quiet[there[quiet]]
+                take(habit, values[taken])
+                recent.extend([-1] * min(len(taken), RECENT))
+            if loud < len(mine):
+                found.extend(self.update_rows(block, (int(mine[loud]),)))
+                part.loud(part.at + loud)
+            else:
+                part.quiet()
+        return found
+
+    def _first_flagged(self, rows: Ints, counted: Bools, counts: Floats, ratios: Floats) -> int:
+        """The first of the rows that may be flagged; their number if none is."""
+        over = (counts[rows] >= LEAST_ELEMENTS) | (ratios[rows] > AMAX_LEAST)
+        high = ratios[rows] > AMAX_LEAST
+        if over.any() and not high.any() and settled(self._count):
+            taken = counts[rows][counted[rows]]
+            over[counted[rows]] &= taken >= COUNT_FACTOR * Ahead(self._count, taken).quantile(0.98)
+        return int(over.argmax()) if over.any() else len(rows)
 
 
 def _twice(recent: deque[int], flagged: bool, step: int) -> bool:

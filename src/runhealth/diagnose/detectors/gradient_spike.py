@@ -10,16 +10,22 @@ import math
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.excursion import logs_of
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median
+from runhealth.storage.blocks import Floats
 
 FACTOR = 3.0
 Z_ALARM = 6.0
 DEBOUNCE_FRAMES = 20
 RELEARN_FRAMES = 256
 STAYS_FRAMES = 32
+LARGEST_BLOCK = 4096
 DESCENT_POINTS, FALLEN = 32, 0.9
 WARM_UP_POINTS, RISEN = 32, 1.05
 
@@ -88,6 +94,48 @@ class GradientSpike(Detector):
                 details={"early_descent": True} if self._early() else {},
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        signal = block.get("grad_norm")
+        if signal is None:
+            self._pass(block)
+            return []
+        known = logs_of(signal)
+        rows = np.flatnonzero(known.present)
+        logs = known.values[rows]
+        found: list[tuple[int, Alarm]] = []
+        start = i = 0
+        while i < len(rows):
+            quiet = self._take(logs[i : i + LARGEST_BLOCK]) if self._norm.full else 0
+            i += quiet
+            if i == len(rows) or quiet == LARGEST_BLOCK:
+                continue
+            stop = int(rows[i])
+            self._pass(block.part(start, stop))
+            found.extend(self.update_rows(block, (stop,)))
+            start, i = stop + 1, i + 1
+        self._pass(block.part(start))
+        return found
+
+    def _take(self, logs: Floats) -> int:
+        """Take in the norms up to the first that is high. Returns how many."""
+        course = self._norm.ahead(logs)
+        excess = logs - course.centers
+        high = (excess >= math.log(FACTOR)) & (excess >= Z_ALARM * course.sigmas)
+        quiet = int(high.argmax()) if high.any() else len(logs)
+        if quiet:
+            self._norm.take(logs[:quiet], course)
+            self._run = 0
+        return quiet
+
+    def _pass(self, block: FrameBlock) -> None:
+        """What rows leave behind whose norm is not high."""
+        self._since += len(block)
+        losses, logs, rates = block.loss, block.log_loss, block.get("lr")
+        if losses is not None and logs is not None:
+            self._losses.extend(losses.values[logs.present][-DESCENT_POINTS:].tolist())
+        if rates is not None:
+            self._rates.extend(rates.values[rates.present][-WARM_UP_POINTS:].tolist())
 
     def _early(self) -> bool:
         """The loss fell by 10 % within the last 32 points, or the learning rate rises."""

@@ -2,10 +2,14 @@
 
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import take
 
 LEAST_S = 1800.0
 FACTOR = 50.0
@@ -31,6 +35,23 @@ class Hang(Detector):
             return []
         message = f"no row for {seconds / 60:,.0f} minutes before step {frame.step:,}; rows came every {usual:.3g} s"
         return [self.fact(frame, "hang", "", message, value=seconds, baseline=usual, severity=Severity.WARNING)]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        times = block.ts_ns
+        before = np.concatenate([[self._last_ns], times[:-1]])
+        rows = np.flatnonzero((before != 0) & (times > before))
+        seconds = (times[rows] - before[rows]) / 1e9
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for late in [*np.flatnonzero(seconds >= LEAST_S).tolist(), len(rows)]:
+            take(self._gap, seconds[at:late])
+            if late < len(rows):
+                row = int(rows[late])
+                self._last_ns = int(before[row])
+                found.extend(self.update_rows(block, (row,)))
+            at = late + 1
+        self._last_ns = int(times[-1])
+        return found
 
 
 DETECTOR = Hang

@@ -8,10 +8,14 @@ import itertools
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
+from runhealth.diagnose.windows import medians
 
 ROWS = 16
 BLOCKS = 8
@@ -39,6 +43,26 @@ class LogitGrowth(Detector):
             return []
         self._blocks.append((frame.step, median(self._rows)))
         self._rows = []
+        return self._look(frame)
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        signal = block.largest("logit_max")
+        if signal is None:
+            return []
+        rows = np.flatnonzero(signal.present)
+        values = np.concatenate([self._rows, signal.values[rows]])
+        full = len(values) // ROWS
+        levels = medians(values[: full * ROWS].reshape(full, ROWS)).tolist()
+        ends = rows[np.arange(1, full + 1) * ROWS - len(self._rows) - 1].tolist()
+        self._rows = values[full * ROWS :].tolist()
+        found: list[tuple[int, Alarm]] = []
+        for row, level in zip(ends, levels, strict=True):
+            self._blocks.append((int(block.steps[row]), level))
+            found.extend((row, alarm) for alarm in self._look(block.frame(row)))
+        return found
+
+    def _look(self, frame: Frame) -> list[Alarm]:
+        """A block is full."""
         blocks = self._blocks
         levels = [level for _, level in blocks]
         if len(levels) < BLOCKS or levels[-1] < LEAST:

@@ -8,8 +8,11 @@ whose scale comes down to where it was.
 import math
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 DOUBLINGS = 5.0
@@ -76,6 +79,22 @@ class LossScaleCollapse(Detector):
                 message=f"loss scale fell from {self._falls[0][2]:g} to {scale:g} in {len(self._falls)} decreases",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        signal = block.get("loss_scale")
+        if signal is None:
+            return []
+        rows = np.flatnonzero(np.isfinite(signal.values) & (signal.values > 0))
+        scales = signal.values[rows]
+        before = np.concatenate([[math.nan if self._scale is None else self._scale], scales[:-1]])
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for loud in [*np.flatnonzero(scales != before).tolist(), len(rows)]:
+            self._seen += loud - at
+            if loud < len(rows):
+                found.extend(self.update_rows(block, (int(rows[loud]),)))
+            at = loud + 1
+        return found
 
 
 DETECTOR = LossScaleCollapse

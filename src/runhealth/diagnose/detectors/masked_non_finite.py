@@ -3,22 +3,32 @@
 Told by a gradient norm that is not finite while the loss is exactly 0, or equals the mean of all losses before it, or
 repeats the row before, or has vanished from a row that always held it; and by a loss that falls to exactly 0 from one
 row to the next and stays there. A vanished loss is non-finite by itself where the log says that no step was
-skipped: Megatron leaves the field out when there was nothing finite to print.
+skipped: Megatron leaves the field out when there was nothing finite to print, and a table leaves its cells empty, that
+of the gradient norm too.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.windows import total
+from runhealth.storage.blocks import Bools
 
 LEAST_ROWS = 5
 MEAN_SHARE = 1e-3
 REARM_FRAMES = 64
 REPEATS = 2
 ZERO_ROWS, ZERO_FROM = 3, 0.05
+VANISH = frozenset(
+    {"loss", "grad_norm", "grad_norm_rank", "update_ratio"}
+)  # not finite together, and left out together
 
 
 class MaskedNonFinite(Detector):
@@ -49,7 +59,10 @@ class MaskedNonFinite(Detector):
         if loss is not None:
             alarms += self._zero(frame, loss)
         if loss is None:
-            vanished = self._rows >= LEAST_ROWS and values.keys() | {"loss"} == self._keys
+            missing = self._keys - values.keys()
+            vanished = bool(frame.ranks) and values.keys() <= self._keys and "loss" in missing <= VANISH
+            if vanished and self._rows < LEAST_ROWS:
+                self._rows, vanished = 0, False  # rows without a loss are the habit of this log
             excused = bool(skipped) if skipped is not None else lowered
             if vanished and not excused:
                 alarms += self._once(frame, "non_finite", "the loss is missing from a row that always held it")
@@ -94,6 +107,61 @@ class MaskedNonFinite(Detector):
         self._rows = self._rows + 1 if keys == self._keys else 1
         self._keys = keys
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        loud = self._loud(block)
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row in [*np.flatnonzero(loud).tolist(), len(block)]:
+            if row > at:
+                self._pass(block.part(at, row))
+            if row < len(block):
+                found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+        return found
+
+    def _loud(self, block: FrameBlock) -> Bools:
+        """Rows whose gradient norm is not finite, whose loss is 0, or may have vanished."""
+        loss, norm = block.loss, block.get("grad_norm")
+        loud = np.zeros(len(block), dtype=np.bool_)
+        if norm is not None:
+            loud |= norm.present & ~np.isfinite(norm.values)
+        if loss is not None:
+            loud |= loss.present & (loss.values == 0.0)
+        if loss is None or not loss.present.all():
+            there = np.zeros(len(block), dtype=np.bool_) if loss is None else loss.present
+            others = block.named(but="loss")
+            last = np.maximum.accumulate(np.where(there, np.arange(len(block)), -1))
+            names = block.names(but="loss")
+            before = np.where((last >= 0)[:, None], others[last], [name in self._keys for name in names])
+            may_vanish = np.array([name in VANISH for name in names], dtype=np.bool_)
+            loud |= ~there & ((before == others) | (before & may_vanish)).all(axis=1)
+        return loud
+
+    def _pass(self, block: FrameBlock) -> None:
+        """Take in rows in which nothing is hidden."""
+        for kind in self._since:
+            self._since[kind] += len(block)
+        loss, scale = block.loss, block.get("loss_scale")
+        if scale is not None:
+            self._scale = scale.last(0, len(block))
+        if loss is None:
+            return
+        rows = np.flatnonzero(loss.present)
+        losses = loss.values[rows]
+        self._positive, self._zeros = float(losses[-1]), 0
+        self._repeats, self._last = 0, float(losses[-1])
+        finite = losses[np.isfinite(losses)]
+        self._sum = total(self._sum, finite)
+        self._losses += len(finite)
+        named = block.named()[rows]
+        keys = [frozenset(itertools.compress(block.names(), named[row].tolist())) for row in (0, -1)]
+        changes = np.flatnonzero((named[1:] != named[:-1]).any(axis=1))
+        if len(changes):
+            self._rows = len(rows) - 1 - int(changes[-1])
+        else:
+            self._rows = self._rows + len(rows) if keys[0] == self._keys else len(rows)
+        self._keys = keys[1]
 
     def _zero(self, frame: Frame, loss: float) -> list[Alarm]:
         """A loss does not reach 0 in all digits at once: several loggers print 0 for what is not finite."""

@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 FRAMES = 10
@@ -45,6 +48,15 @@ class NoSignal(Detector):
                 message="loss and gradient norm are exactly 0 since the first step: nothing is being trained",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        loss, norm = block.loss, block.get("grad_norm")
+        if self._over or loss is None or norm is None:
+            return []
+        rows = np.flatnonzero(loss.present & norm.present)
+        moves = (loss.values[rows] != 0.0) | (norm.values[rows] != 0.0)
+        told_by = int(moves.argmax()) if moves.any() else len(rows)
+        return self.update_rows(block, rows[: min(told_by + 1, FRAMES)].tolist())
 
 
 DETECTOR = NoSignal

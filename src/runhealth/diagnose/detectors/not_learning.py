@@ -7,8 +7,11 @@ import math
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
 
@@ -43,6 +46,23 @@ class NotLearning(Detector):
         self._tail.append(loss)
         self._points += 1
         self._lowest = min(self._lowest, loss)
+        return []
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        if block.loss is None:
+            return []
+        values = block.loss.values
+        rows = np.flatnonzero(np.isfinite(values) & (values != 0.0))
+        if not len(rows):
+            return []
+        losses = values[rows]
+        if self._first is None:
+            self._first = (block.attempt, int(block.steps[rows[0]]))
+        self._last = (block.attempt, int(block.steps[rows[-1]]))
+        self._head.extend(losses[: 32 - len(self._head)].tolist())
+        self._tail.extend(losses[-32:].tolist())
+        self._points += len(rows)
+        self._lowest = min(self._lowest, float(losses.min()))
         return []
 
     def finish(self) -> list[Alarm]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.evaluations import Evaluations
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
 
@@ -67,6 +68,16 @@ class Overfitting(Detector):
             frame, "overfitting", "eval_loss", message, onset=onset, value=evaluation, baseline=low, severity=severity
         )
         return [replace(alarm, end_step=frame.step) if again else alarm]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row in self._evaluations.rows(block):
+            self._evaluations.take_losses(block, at, row)
+            found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+        self._evaluations.take_losses(block, at, len(block))
+        return found
 
 
 DETECTOR = Overfitting

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 ROWS = 16
@@ -45,6 +46,9 @@ class Placeholder(Detector):
                 if rows + 1 == ROWS:
                     due.setdefault(signal, []).append(rank)
         return [self._alarm(frame, signal, ranks) for signal, ranks in due.items() if self._other_moves(signal)]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        return self.update_rows(block, range(min(len(block), FRAMES - self._frames)))
 
     def _other_moves(self, signal: str) -> bool:
         other = "grad_norm" if signal == "loss" else "loss"

@@ -1,25 +1,93 @@
 """One rank's loss or gradient, before the reduce, differs from its peers, up or down: possibly silent data corruption.
 
 The distance of a rank from the median of the ranks, on a log scale, is measured against the distances that ranks
-usually have: 9 robust sigma and a factor of 1.5 in two of three rows. Told of one rank only, among three or more, and
-not where that rank's batch is unlike the others: then the data are the reason.
+usually have: 9 robust sigma and a factor of 1.5 in two of three rows. Told of one rank only, and not where that rank's
+batch is unlike the others: then the data are the reason.
+
+Of two ranks, the median of the ranks says nothing about which of them is right. The one that left its own level is
+meant, where the other stayed at its own, and fourteen of sixteen rows must say so: odd data pass, as each row brings
+others, and a device stays what it is. In a healthy run of two ranks one row in 300 lay out, in bursts of up to seven
+within sixteen rows: far more than independent rows would bring, so that two or three of them prove nothing.
 """
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
+from runhealth.diagnose.excursion import logs_of
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
-from runhealth.diagnose.robust import Baseline, median
+from runhealth.diagnose.robust import Baseline, Course, median, middle
+from runhealth.storage.blocks import Bools, Floats
 
 SIGNALS = ("loss", "grad_norm_rank")
 Z_ALARM = 9.0
 FACTOR = math.log(1.5)
 OF_ROWS, IN_ROWS = 3, 2
+PAIR_OF_ROWS, PAIR_IN_ROWS = 16, 14
 REARM_ROWS = 256
 DATA_ROWS = 8
+OWN_ROWS, LEAST_OWN = 32, 16
+ALONE = 0.3  # how far off the next rank may be, of the distance of the worst
+LARGEST_BLOCK = 4096
+
+
+class _Spread:
+    """How far the ranks usually lie apart, in one signal."""
+
+    def __init__(self) -> None:
+        self.habit = Baseline(256, least=32, every=32, floor=0.005)
+        self.recent: deque[tuple[int, int]] = deque(maxlen=PAIR_OF_ROWS)  # the outlier, or -1, and the step
+        self.own: dict[int, deque[float]] = {}  # of two ranks: their last logs
+
+    def judge(self, logs: Mapping[int, float]) -> tuple[int, bool, float]:
+        """The rank that lies furthest out, whether it lies out of all proportion and alone, and where it should be."""
+        pair = len(logs) == 2
+        center = median(list(logs.values()))
+        away = {rank: abs(y - center) for rank, y in logs.items()}
+        furthest = max(away.values())
+        habit = self.habit
+        beyond = habit.ready and furthest > max(FACTOR / (1 + pair), Z_ALARM * max(habit.sigma, habit.center / 2))
+        if not beyond:
+            habit.push(furthest)
+        if pair:
+            levels = {rank: median(list(self.own.get(rank, ()))) for rank in logs}
+            known = all(len(self.own.get(rank, ())) >= LEAST_OWN for rank in logs)
+            if not beyond:
+                for rank, y in logs.items():
+                    self.own.setdefault(rank, deque(maxlen=OWN_ROWS)).append(y)
+            away = {rank: abs(y - levels[rank]) if known else 0.0 for rank, y in logs.items()}
+            beyond = beyond and known
+        worst = max(away, key=lambda r: (away[r], -r))
+        alone = sorted(away.values())[-2] < ALONE * away[worst]
+        return worst, beyond and alone, levels[worst] if pair else center
+
+    def lasting(self, rank: int, pair: bool) -> int | None:
+        """The first step of the last rows at which the rank was the outlier; None if that were too few."""
+        of_rows, in_rows = (PAIR_OF_ROWS, PAIR_IN_ROWS) if pair else (OF_ROWS, IN_ROWS)
+        steps = [step for found, step in list(self.recent)[-of_rows:] if found == rank]
+        return steps[0] if len(steps) >= in_rows else None
+
+    def ahead(self, logs: Floats) -> tuple[Floats, Course, Bools]:
+        """What `judge` of the rows of (m, R) would compare: the largest distances, the habit, and which are beyond it.
+        Only when the habit is full."""
+        furthest = np.abs(logs - middle(np.sort(logs, axis=1))[:, None]).max(axis=1)
+        course = self.habit.ahead(furthest)
+        factor = FACTOR / (1 + (logs.shape[1] == 2))
+        limit = np.maximum(factor, Z_ALARM * np.maximum(course.sigmas, course.centers / 2))
+        return furthest, course, furthest > limit
+
+    def take(self, ranks: tuple[int, ...], logs: Floats, furthest: Floats, course: Course) -> None:
+        self.habit.take(furthest, course)
+        self.recent.extend([(-1, -1)] * min(len(furthest), PAIR_OF_ROWS))
+        if len(ranks) == 2:
+            for rank, column in zip(ranks, logs[-OWN_ROWS:].T.tolist(), strict=True):
+                self.own.setdefault(rank, deque(maxlen=OWN_ROWS)).extend(column)
 
 
 class RankOutlier(Detector):
@@ -28,13 +96,12 @@ class RankOutlier(Detector):
     reads: ClassVar[tuple[str, ...]] = ("loss", "grad_norm_rank")
 
     def __init__(self) -> None:
-        self._habits = {signal: Baseline(256, least=32, every=32, floor=0.005) for signal in SIGNALS}
-        self._recent: dict[str, deque[int]] = {signal: deque(maxlen=OF_ROWS) for signal in SIGNALS}
+        self._spreads = {signal: _Spread() for signal in SIGNALS}
         self._since = REARM_ROWS
         self._bad_data: dict[int, int] = {}  # rank -> rows since a batch of it was unlike the others
 
     def update(self, frame: Frame) -> list[Alarm]:
-        if len(frame.ranks) < 3:
+        if len(frame.ranks) < 2:
             return []
         self._since += 1
         for rank in self._bad_data:
@@ -43,33 +110,71 @@ class RankOutlier(Detector):
             if outlier.strong:
                 self._bad_data[outlier.batch.rank] = 0
         alarms: list[Alarm] = []
-        for signal in SIGNALS:
+        for signal, spread in self._spreads.items():
             logs = {r: math.log(v) for r, v in frame.per_rank(signal).items() if v > 0 and math.isfinite(v)}
-            if len(logs) < 3:
+            if len(logs) < min(3, len(frame.ranks)):
                 continue
-            center = median(list(logs.values()))
-            away = {rank: abs(y - center) for rank, y in logs.items()}
-            worst = max(away, key=lambda r: (away[r], -r))
-            habit = self._habits[signal]
-            beyond = habit.ready and away[worst] > max(FACTOR, Z_ALARM * max(habit.sigma, habit.center / 2))
-            alone = sorted(away.values())[-2] < 0.3 * away[worst]
-            if not beyond:
-                habit.push(away[worst])
+            worst, out, center = spread.judge(logs)
             clean = self._bad_data.get(worst, DATA_ROWS) >= DATA_ROWS
-            recent = self._recent[signal]
-            recent.append(worst if beyond and alone and clean else -1)
-            if recent[-1] < 0 or recent.count(worst) < IN_ROWS or self._since < REARM_ROWS:
+            told = out and clean
+            spread.recent.append((worst, frame.step) if told else (-1, -1))
+            pair = len(logs) == 2
+            first = spread.lasting(worst, pair) if told else None
+            if first is None or self._since < REARM_ROWS:
                 continue
             self._since = 0
             value, typical = float(frame.ranks[worst][signal]), math.exp(center)
+            peers = "it had" if pair else "the other ranks have"
+            onset = first if pair else frame.step
             message = (
-                f"{signal} of rank {worst} is {value:.4g} where the other ranks have {typical:.4g}, and its data look "
+                f"{signal} of rank {worst} is {value:.4g} where {peers} {typical:.4g}, and its data look "
                 "like theirs: compare the device's results with another's"
             )
             alarms.append(
-                self.fact(frame, "rank_outlier", signal, message, value=value, baseline=typical, ranks=(worst,))
+                self.fact(frame, self.name, signal, message, onset=onset, value=value, baseline=typical, ranks=(worst,))
             )
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        if len(block.ranks) < 2:
+            return []
+        logs: dict[str, Floats] = {}
+        whole = np.ones(len(block), dtype=np.bool_)  # rows in which every rank has every signal that there is
+        for name in SIGNALS:
+            signal = block.per_rank(name)
+            if signal is not None:
+                known = logs_of(signal)
+                logs[name] = known.values
+                whole &= known.present.all(axis=1)
+        whole[list(block.outliers)] = False
+        found: list[tuple[int, Alarm]] = []
+        i = 0
+        while i < len(block):
+            end = min(len(block), i + LARGEST_BLOCK)
+            stop = i if not all(self._spreads[name].habit.full for name in logs) else self._quiet(logs, whole, i, end)
+            if stop > i:
+                self._since += stop - i
+                for rank in self._bad_data:
+                    self._bad_data[rank] += stop - i
+                for name, values in logs.items():
+                    part = values[i:stop]
+                    furthest, course, _ = self._spreads[name].ahead(part)
+                    self._spreads[name].take(block.ranks, part, furthest, course)
+            if stop < end:
+                found.extend(self.update_rows(block, (stop,)))
+                stop += 1
+            i = stop
+        return found
+
+    def _quiet(self, logs: Mapping[str, Floats], whole: Bools, start: int, end: int) -> int:
+        """The first row from `start` on that is not whole or lies beyond a habit."""
+        loud = ~whole[start:end]
+        stop = start + (int(loud.argmax()) if loud.any() else end - start)
+        for name, values in logs.items():
+            if stop > start:
+                beyond = self._spreads[name].ahead(values[start:stop])[2]
+                stop = start + int(beyond.argmax()) if beyond.any() else stop
+        return stop
 
 
 DETECTOR = RankOutlier

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 
@@ -36,6 +37,11 @@ class Restart(Detector):
                 f"{last[1]:,}, {how}",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found = self.update_rows(block, (0,))
+        self._last = (block.attempt, int(block.steps[-1]))
+        return found
 
 
 DETECTOR = Restart

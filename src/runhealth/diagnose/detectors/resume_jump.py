@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import mad_sigma, median
 
@@ -70,6 +71,23 @@ class ResumeJump(Detector):
         alarms = self._compare(frame)
         self._old, self._new = [], []
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        found: list[tuple[int, Alarm]] = []
+        row = 0
+        while row < len(block) and (self._old or self._attempt != block.attempt):
+            found.extend(self.update_rows(block, (row,)))
+            row += 1
+        if row < len(block):
+            rest = block.part(row)
+            positions, logs = rest.get("consumed_samples"), rest.log_loss
+            if positions is not None:
+                self._positions.extend(rest.pairs(positions, KEEP))
+            if logs is not None:
+                points = rest.pairs(logs, KEEP)
+                self._start = float(logs.values[logs.present][0]) if self._start is None else self._start
+                self._points.extend(points)
+        return found
 
     def _goes_back(self, step: int, position: float | None) -> bool:
         """Whether the data position is lower than it was at this step, or at the last one before it."""

@@ -4,14 +4,18 @@ import math
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
 
 FRACTIONS = (1 / 2, 1 / 3, 2 / 3, 1 / 4, 3 / 4)
 TOLERANCE = 0.08
 TIMES = 2
+RECENT = 9
 
 
 class ShortWindow(Detector):
@@ -20,7 +24,7 @@ class ShortWindow(Detector):
     reads: ClassVar[tuple[str, ...]] = ("epoch",)
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, float]] = deque(maxlen=9)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._seen: dict[float, list[int]] = {}
         self._told = False
 
@@ -49,6 +53,27 @@ class ShortWindow(Detector):
                     break
         recent.append((loss, float(norm)))
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        loss, norm, epoch = block.loss, block.get("grad_norm"), block.get("epoch")
+        if loss is None or norm is None:
+            return []
+        rows = np.flatnonzero(np.isfinite(loss.values) & np.isfinite(norm.values))
+        ends: list[int] = []
+        if epoch is not None:
+            near = np.abs(epoch.values - np.rint(epoch.values)) < 1e-6
+            ends = np.flatnonzero((near & (epoch.values >= 1))[rows]).tolist()
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for end in [*ends, len(rows)]:
+            if self._told and end < len(rows):
+                continue
+            kept = rows[at:end][-RECENT:]
+            self._recent.extend(zip(loss.values[kept].tolist(), norm.values[kept].tolist(), strict=True))
+            if end < len(rows):
+                found.extend(self.update_rows(block, (int(rows[end]),)))
+            at = end + 1
+        return found
 
     def _alarm(self, frame: Frame, fraction: float, onset: int, loss: float, usual: float) -> Alarm:
         return Alarm(

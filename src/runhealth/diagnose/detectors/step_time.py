@@ -13,10 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm, Severity
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median
+from runhealth.diagnose.windows import Ahead, Chunks, settled, take, total
+from runhealth.storage.blocks import Floats, Ints
 
 WARM_FRAMES = 32
 SLOW = 4.0  # x the median: a slow step
@@ -74,6 +79,41 @@ class StepTime(Detector):
         if ratio >= STALL:
             alarms += self._stall(frame, float(seconds), usual)
         return alarms
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        signal = block.largest("t_step_s")
+        if signal is None:
+            return []
+        rows = np.flatnonzero(np.isfinite(signal.values) & (signal.values > 0))
+        seconds, steps = signal.values[rows], block.steps[rows]
+        found: list[tuple[int, Alarm]] = []
+        part = Chunks(self._time, len(rows))
+        while part:
+            stop = part.at + self._first_slow(seconds[part.at : part.end])
+            if stop > part.at:
+                quiet = seconds[part.at : stop]
+                self._frames += len(quiet)
+                self._total_s = total(self._total_s, quiet)
+                if self._slowdowns:
+                    self._slowdowns[-1].follow_all(steps[part.at : stop], quiet)
+                take(self._time, quiet)
+                self._slower.clear()
+                self._slower_s = 0.0
+            if stop == part.end:
+                part.quiet()
+            else:
+                found.extend(self.update_rows(block, (int(rows[stop]),)))
+                part.loud(stop)
+        return found
+
+    def _first_slow(self, seconds: Floats) -> int:
+        """The first that is much slower than usual; their number if none is."""
+        if not settled(self._time):
+            return 0
+        if seconds.max() < SLOWER * min(float(seconds.min()), min(self._time.values)):
+            return len(seconds)
+        slow = seconds / Ahead(self._time, seconds).center() >= SLOWER
+        return int(slow.argmax()) if slow.any() else len(seconds)
 
     def _sustained(self, frame: Frame, seconds: float, usual: float) -> list[Alarm]:
         self._slower.append(frame.step)
@@ -206,6 +246,24 @@ class _Slowdown:
             return
         self._quick.append(step)
         if len(self._quick) >= OVER_FRAMES:
+            self.end = self._quick[0]
+
+    def follow_all(self, steps: Ints, seconds: Floats) -> None:
+        """`follow` of many rows, until the slowdown is over."""
+        if self.end is not None:
+            return
+        slow = seconds >= SLOWER * self.usual
+        rows = np.arange(len(slow))
+        since = np.maximum.accumulate(np.where(slow, rows, -1))  # the last slow row
+        quick = np.where(since < 0, rows + 1 + len(self._quick), rows - since)
+        over = quick >= OVER_FRAMES
+        stop = int(over.argmax()) + 1 if over.any() else len(slow)
+        self.lost_s = total(self.lost_s, np.maximum(0.0, seconds[:stop] - self.usual))
+        last = int(since[stop - 1])
+        if last >= 0:
+            self._quick.clear()
+        self._quick.extend(steps[last + 1 : stop].tolist())
+        if over.any():
             self.end = self._quick[0]
 
     def over(self) -> Alarm:

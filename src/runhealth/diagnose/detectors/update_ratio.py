@@ -7,10 +7,15 @@ normal (in 70 of 71 and 0 of 63 labelled spikes of the project's bench).
 import math
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import CHANNEL, Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import Ahead, Chunks, settled, take
+from runhealth.storage.blocks import Floats
 
 FACTOR = 2.0
 REARM_FRAMES = 32
@@ -49,6 +54,39 @@ class UpdateRatio(Detector):
                 message=f"update ratio {ratio:.3g}, {ratio / center:.1f} x its median",
             )
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        signal = block.get("update_ratio")
+        if signal is None:
+            self._since += len(block)
+            return []
+        rows = np.flatnonzero(np.isfinite(signal.values) & (signal.values > 0))
+        ratios = signal.values[rows]
+        found: list[tuple[int, Alarm]] = []
+        at, part = 0, Chunks(self._ratio, len(rows))
+        while part:
+            loud = self._first_leap(ratios[part.at : part.end])
+            quiet = part.at + loud
+            take(self._ratio, ratios[part.at : quiet])
+            if quiet == part.end:
+                part.quiet()
+                continue
+            row = int(rows[quiet])
+            self._since += row - at
+            found.extend(self.update_rows(block, (row,)))
+            at = row + 1
+            part.loud(quiet)
+        self._since += len(block) - at
+        return found
+
+    def _first_leap(self, ratios: Floats) -> int:
+        """The first that may be one; their number if none is."""
+        if not settled(self._ratio):
+            return 0
+        if ratios.max() <= FACTOR * min(float(ratios.min()), min(self._ratio.values)):
+            return len(ratios)
+        over = ratios > FACTOR * Ahead(self._ratio, ratios).center()
+        return int(over.argmax()) if over.any() else len(ratios)
 
 
 DETECTOR = UpdateRatio

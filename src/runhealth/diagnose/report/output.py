@@ -4,9 +4,10 @@ import contextlib
 import errno
 import os
 import sys
-import uuid
 from pathlib import Path
 from typing import TextIO, cast
+
+from runhealth.storage.durable import write_whole
 
 
 class OutputError(OSError):
@@ -41,17 +42,7 @@ def write_output(text: str, output: str | None) -> None:
 def _replace(target: Path, text: str) -> None:
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}")
-    temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            if target.exists():
-                temporary.chmod(target.stat().st_mode & 0o777)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(target, text.encode())
 
 
 def stdout() -> TextIO | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from runhealth.diagnose import queries
 from runhealth.diagnose.batches import BatchOutlier
 from runhealth.diagnose.case import Case
+from runhealth.diagnose.detectors.data_corrupt import degenerate
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.robust import median
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
@@ -135,10 +136,11 @@ def _hash(
             query=queries.hash_mismatches(attempt, first, last),
         )
     elif case.has("shard_hash"):
+        broken = any(degenerate(o) for o in of_shard)
         yield Evidence(
-            claim=f"the bytes of shard {shard} are those of the data manifest: damaged before it was written, or "
-            "merely unusual",
-            weight_nats=-0.5,
+            claim=f"the bytes of shard {shard} are those of the data manifest: "
+            + ("damaged before it was written" if broken else "merely unusual, unless damaged before it was written"),
+            weight_nats=-0.5 if broken else -2.5,
             steps=span,
             ranks=ranks,
             value=0.0,

@@ -8,7 +8,7 @@ nothing upstream explains the gradients: no unusual batch, no jump of the update
 import math
 from collections.abc import Iterator
 
-from runhealth.diagnose import queries
+from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.robust import Baseline, median
@@ -17,10 +17,13 @@ from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 LEAD_STEPS = 32
 OVER_THRESHOLD = 5.0
 OVER_HABIT = 3.0
+FAR_OVER = 10.0  # from here on the breach is the news, whatever made it
+AFTER_STEPS = 4  # where the loss does not move
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    first, last = case.loss_step - LEAD_STEPS, case.loss_step
+    first = case.loss_step - LEAD_STEPS
+    last = case.loss_step if case.loss_moved else min(case.horizon_step, case.loss_step + AFTER_STEPS)
     attempt = case.incident.attempt
     habit = Baseline(512, least=8)
     habit.extend(r for f in case.before if (r := _ratio(f.get("grad_norm"), f.get("clip_threshold"))) is not None)
@@ -47,9 +50,10 @@ def investigate(case: Case) -> Iterator[Evidence]:
         return
     step, _ = breaches[0]
     worst_ratio = max(r for _, r in breaches)
-    before = [s for s, _ in breaches if s < last]
+    before = [s for s, _ in breaches if s < last or not case.loss_moved]
     weight = 3.5 if len(before) >= 3 else 1.5 if before else 0.5
     lead = f", from {last - step} steps before the loss moved" if before else ", with the loss"
+    lead = lead if case.loss_moved else ""
     yield Evidence(
         claim=f"the gradient norm was up to {worst_ratio:.3g} x the clip threshold (habit {usual:.2g} x) in "
         f"{len(breaches)} steps{lead}",
@@ -60,6 +64,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
         query=queries.over_threshold(attempt, step, last),
     )
     yield from _alike(case, step, last)
+    yield from _reduced(case, step, last)
     yield from _upstream(case, step, last)
 
 
@@ -76,7 +81,7 @@ def _alike(case: Case, first: int, last: int) -> Iterator[Evidence]:
             claim=f"rank {top} alone carries the norm: {norms[top]:.3g} against {rest:.3g}"
             if alone
             else "all ranks carry the norm alike before the reduce",
-            weight_nats=-2.5 if alone else 1.0,
+            weight_nats=-3.5 if alone else 1.0,
             steps=(frame.step, frame.step),
             ranks=(top,) if alone else (),
             value=norms[top],
@@ -84,6 +89,22 @@ def _alike(case: Case, first: int, last: int) -> Iterator[Evidence]:
             query=queries.steps("max", "grad_norm_rank", frame.attempt, frame.step, frame.step, (top,)),
         )
         return
+
+
+def _reduced(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    """Gradients that grew on their way through the reduce are no breach of the model's own."""
+    for frame in case.between(first, last):
+        ratio = observe.reduce_ratio(frame)
+        over = observe.norm_over_threshold(frame)
+        if ratio is not None and ratio > observe.TRIANGLE and over is not None and over < FAR_OVER:
+            yield Evidence(
+                claim=f"the norm after the reduce was {ratio:.3g} x the mean of the ranks' own norms",
+                weight_nats=-1.5,
+                steps=(frame.step, frame.step),
+                value=ratio,
+                query=queries.mean_norm_ratio(frame.attempt, frame.step),
+            )
+            return
 
 
 def _upstream(case: Case, first: int, last: int) -> Iterator[Evidence]:

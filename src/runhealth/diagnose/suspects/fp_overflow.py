@@ -28,11 +28,17 @@ def investigate(case: Case) -> Iterator[Evidence]:
     found = (
         list(_counts(case, first, last, list(tensors)))
         + list(_amax(case, first, last))
-        + list(_scale(case, first, last))
+        + list(_scale(case, first, last, named=bool(tensors)))
     )
     yield from found
     if any(e.weight_nats > 0 for e in found):
         yield from _named(case, first, last, tensors)
+        if not tensors and _caught(case, first):
+            yield Evidence(
+                claim="the scaler met the overflow by skipping steps, and no tensor of the forward pass is named",
+                weight_nats=-2.0,
+                steps=(first, last),
+            )
         read = case.batches(first, last)
         if any(b.values for b in read) and not case.outliers(case.between(first, last)):
             yield Evidence(
@@ -47,6 +53,14 @@ def investigate(case: Case) -> Iterator[Evidence]:
             weight_nats=VETO_NATS,
             steps=(first, last),
         )
+
+
+def _caught(case: Case, first: int) -> bool:
+    """The loss scaler skipped the steps that overflowed."""
+    if any(a.kind == "loss_scale_collapse" for a in case.incident.alarms):
+        return True
+    over = [f for f in case.between(first, case.horizon_step) if (f.total("overflow_count") or 0) >= LEAST_ELEMENTS]
+    return bool(over) and all(f.get("step_skipped") for f in over)
 
 
 def _counts(case: Case, first: int, last: int, tensors: list[str]) -> Iterator[Evidence]:
@@ -99,12 +113,12 @@ def _amax(case: Case, first: int, last: int) -> Iterator[Evidence]:
         )
 
 
-def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
+def _scale(case: Case, first: int, last: int, *, named: bool) -> Iterator[Evidence]:
     if not case.has("loss_scale"):
         return
     collapses = [a for a in case.incident.alarms if a.kind == "loss_scale_collapse"]
     if collapses:
-        yield _collapse(case, min(collapses, key=lambda a: a.onset_step))
+        yield _collapse(case, min(collapses, key=lambda a: a.onset_step), named=named)
         return
     values = [(f.step, float(v)) for f in case.between(first, last) if (v := f.get("loss_scale")) is not None and v > 0]
     usual = case.baseline("loss_scale")
@@ -123,7 +137,7 @@ def _scale(case: Case, first: int, last: int) -> Iterator[Evidence]:
         )
 
 
-def _collapse(case: Case, alarm: Alarm) -> Evidence:
+def _collapse(case: Case, alarm: Alarm, *, named: bool) -> Evidence:
     """The collapse itself: the gradient overflowed at every scale on the way down."""
     after = [(f.step, float(v)) for f in case.around if (v := f.get("loss_scale")) is not None and v > 0]
     step, low = min(after, key=lambda p: (p[1], p[0]), default=(alarm.step, alarm.value))
@@ -131,7 +145,7 @@ def _collapse(case: Case, alarm: Alarm) -> Evidence:
     return Evidence(
         claim=f"the loss scale fell from {alarm.baseline:g} to {low:g} in steps {alarm.onset_step:,}-{step:,}"
         + (", after the loss had moved" if late else ""),
-        weight_nats=0.0 if late else 2.5,
+        weight_nats=0.0 if late else 2.5 if named else 0.5,
         steps=(alarm.onset_step, step),
         value=low,
         baseline=alarm.baseline,

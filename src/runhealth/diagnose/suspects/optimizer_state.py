@@ -1,12 +1,13 @@
-"""A lost or damaged optimizer state.
+"""A lost or damaged optimizer state, or optimizer settings that changed.
 
 The update ratio jumps on all ranks while the learning rate keeps to its course and the data are in order; most often
-at a resume. The loss follows.
+at a resume. Adam's second moment is smaller than it was. The loss follows.
 """
 
+import itertools
 from collections.abc import Iterator
 
-from runhealth.diagnose import queries
+from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
@@ -14,42 +15,44 @@ from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 LEAD_STEPS = 32
 FACTOR = 2.0
 RECENT_STEPS = 2
+SHRUNK = 0.5
+SOON_STEPS = 16
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    attempt, last = case.incident.attempt, case.loss_step
+    attempt, last = case.incident.attempt, case.cause_until
     first = last - LEAD_STEPS
+    lost = list(_moment(case, first, last + 1))
     ratio = case.baseline("update_ratio")
-    if not ratio.ready:
-        return
-    values = [(f.step, float(v)) for f in case.between(first, last - 1) if (v := f.get("update_ratio")) is not None]
-    if not values:
-        return
-    moved = next(((step, v) for step, v in values if v > FACTOR * ratio.center), None)
-    if moved is None:
-        recent = last - values[-1][0] <= RECENT_STEPS  # sampled now and then, it may have missed the jump
-        worst = max(values, key=lambda p: p[1])
+    values = observe.values(case.between(first, last), observe.single("update_ratio"))
+    moved = next(((step, v) for step, v in values if v > FACTOR * ratio.center), None) if ratio.ready else None
+    told = [a for a in case.incident.alarms if a.kind == "optimizer_state_lost"]
+    yield from lost
+    for alarm in told[:1]:
         yield Evidence(
-            claim="the update ratio was flat until the loss moved"
-            if recent
-            else f"the update ratio was flat, but last measured {last - values[-1][0]} steps before the loss moved",
-            weight_nats=VETO_NATS if recent else -0.5,
-            steps=(first, last - 1),
-            value=worst[1],
-            baseline=ratio.center,
-            query=queries.steps("max", "update_ratio", attempt, first, last - 1),
+            claim=alarm.message,
+            weight_nats=3.0,
+            steps=(alarm.onset_step, alarm.step),
+            value=alarm.value,
+            baseline=alarm.baseline,
         )
-        return
-    step, value = moved
-    yield Evidence(
-        claim=f"the update ratio jumped to {value / ratio.center:.1f} x normal at step {step:,}, "
-        f"{last - step} steps before the loss moved",
-        weight_nats=3.0,
-        steps=(step, step),
-        value=value,
-        baseline=ratio.center,
-        query=queries.steps("max", "update_ratio", attempt, step, step),
-    )
+    if moved is None:
+        shrunk = any(e.weight_nats > 0 for e in lost)
+        if values and ratio.ready and not shrunk and not told:
+            yield _flat(case, values, ratio.center, first, last)
+        if not shrunk and not told:
+            return
+    step = moved[0] if moved is not None else case.onset_step
+    if moved is not None:
+        lead = f"{case.loss_step - step} steps before the loss moved" if case.loss_moved else "the loss has not moved"
+        yield Evidence(
+            claim=f"the update ratio jumped to {moved[1] / ratio.center:.1f} x normal at step {step:,}, {lead}",
+            weight_nats=3.0,
+            steps=(step, step),
+            value=moved[1],
+            baseline=ratio.center,
+            query=queries.steps("max", "update_ratio", attempt, step, step),
+        )
     if case.alarms("lr"):
         yield Evidence(
             claim="the learning rate explains it: it jumped as well",
@@ -58,9 +61,59 @@ def investigate(case: Case) -> Iterator[Evidence]:
         )
     elif case.has("lr"):
         yield Evidence(claim="the learning rate kept to its course", weight_nats=1.0)
-    resumed = next((f.step for f in case.around if f.new_attempt and f.attempt > 0 and f.step <= step), None)
-    if resumed is not None and step - resumed <= 16:
+    resumed = observe.resumed_step(case, step)
+    if resumed is not None and step - resumed <= SOON_STEPS:
         yield Evidence(claim=f"training had resumed at step {resumed:,}", weight_nats=2.0, steps=(resumed, step))
+    yield from _upstream(case, step)
+
+
+def _flat(case: Case, values: list[tuple[int, float]], usual: float, first: int, last: int) -> Evidence:
+    recent = last + 1 - values[-1][0] <= RECENT_STEPS  # sampled now and then, it may have missed the jump
+    worst = max(values, key=lambda p: p[1])
+    return Evidence(
+        claim="the update ratio was flat until the loss moved"
+        if recent
+        else f"the update ratio was flat, but last measured {last + 1 - values[-1][0]} steps before the loss moved",
+        weight_nats=VETO_NATS if recent else -0.5,
+        steps=(first, last),
+        value=worst[1],
+        baseline=usual,
+        query=queries.steps("max", "update_ratio", case.incident.attempt, first, last),
+    )
+
+
+def _moment(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    """Moments that were zeroed or scaled are smaller at once; from one step to the next they hardly change."""
+    points = observe.values(
+        (f for f in case.frames if first - 8 <= f.step <= last), observe.single("second_moment_norm")
+    )
+    if len(points) < 2:
+        return
+    falls = [(v / u, s, v, u) for (_, u), (s, v) in itertools.pairwise(points) if u > 0] or [
+        (1.0, points[-1][0], 0.0, 0.0)
+    ]
+    share, step, value, before = min(falls)
+    if before > 0 and share < SHRUNK:
+        yield Evidence(
+            claim=f"Adam's second moment fell from {before:.3g} to {value:.3g} at step {step:,}",
+            weight_nats=3.0,
+            steps=(step, step),
+            value=value,
+            baseline=before,
+            query=queries.steps("min", "second_moment_norm", case.incident.attempt, step, step),
+        )
+    else:
+        yield Evidence(
+            claim="Adam's second moment was as large as ever",
+            weight_nats=-1.0,
+            steps=(first, last),
+            value=points[-1][1],
+            baseline=points[0][1],
+            query=queries.steps("min", "second_moment_norm", case.incident.attempt, first, last),
+        )
+
+
+def _upstream(case: Case, step: int) -> Iterator[Evidence]:
     outliers = [o for o in case.outliers() if step - 2 <= o.batch.step <= step]
     if outliers:
         yield Evidence(
@@ -74,14 +127,41 @@ def investigate(case: Case) -> Iterator[Evidence]:
         yield Evidence(
             claim="the gradient norm had risen before", weight_nats=-2.0, steps=(breach[0].onset_step, breach[0].step)
         )
+    yield from _stale(case, step)
+
+
+def _stale(case: Case, step: int) -> Iterator[Evidence]:
+    """A second moment that is behind in a few tensors is another suspect's."""
+    usual = observe.layer_values((s for f in case.before[-64:] for s in f.layers), "adam_rms")
+    now = observe.layer_values(case.layers(step, step + 6), "adam_rms")
+    stale = [n for n in now if n in usual and now[n] > 1.3 * usual[n]]
+    if len(now) >= 3 and 0 < len(stale) <= max(1, len(now) // 3):
+        yield Evidence(
+            claim=f"g/sqrt(v) is far out in {', '.join(sorted(stale)[:3])} only, not in all tensors",
+            weight_nats=-2.5,
+            steps=(step, step + 6),
+            layers=tuple(sorted(stale)[:3]),
+        )
 
 
 SUSPECT = Suspect(
     name="optimizer_state",
     title="optimizer state",
-    needs=Needs(all=("update_ratio",), optional=("lr", "grad_norm")),
+    needs=Needs(any=("update_ratio", "second_moment_norm"), optional=("lr", "grad_norm", "adam_rms")),
     investigate=investigate,
     action="rollback_and_repair",
-    remedy="go back to a checkpoint that holds the optimizer state",
+    remedy="go back to a checkpoint that holds the optimizer state, and check the optimizer's settings",
     explains="the optimizer's moments were lost or damaged, so its updates were far too large",
+    kinds=(
+        "loss_spike",
+        "loss_divergence",
+        "non_finite",
+        "gradient_spike",
+        "clip_breach",
+        "update_jump",
+        "loss_scale_collapse",
+        "fp_overflow",
+        "resume_jump",
+        "optimizer_state_lost",
+    ),
 )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from runhealth.storage.importers.base import EXTRA, TRAINING, Item, Mark, Row, Tally
+from runhealth.storage.importers.base import EXTRA, TRAINING, Item, Mark, Row, Rows, Tally
 from runhealth.storage.records import (
     CheckpointRecord,
     CheckpointStatus,
@@ -39,6 +39,14 @@ class _Pending:
     series: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows that are complete, and their attempt: as many StepRecords of rank 0."""
+
+    attempt: int
+    rows: Rows
+
+
 class Assembler:
     """Feed it items in the order of the file; it yields records."""
 
@@ -59,8 +67,8 @@ class Assembler:
         self._ranks_seen = False
         self._held: list[Mark] = []
 
-    def run(self, items: Iterable[Item]) -> Iterator[Record]:
-        """Yield the records of all items, those that `finish` yields included."""
+    def run(self, items: Iterable[Item]) -> Iterator[Record | Segment]:
+        """Yield the records of all items, those that `finish` yields included. Segments only if there are Rows."""
         pending, tally, signals = self._pending, self._tally, self._tally.signals
         shape: tuple[str, ...] = ()
         for item in items:
@@ -94,12 +102,58 @@ class Assembler:
                 self._newest = item.step
                 self._last[(0, TRAINING)] = item.step
                 pending[item.step] = {0: _Pending(item.values, item.line, item.ts_ns, {TRAINING})}
+                tally.lines.add(self._attempt, before, ready.line)
                 yield StepRecord(attempt=self._attempt, step=before, rank=0, ts_ns=ready.ts_ns, values=ready.values)
+            elif isinstance(item, Rows):
+                yield from self._feed_rows(item)
             else:
                 yield from self.feed(item)
         yield from self.finish()
 
-    def feed(self, item: Item) -> Iterator[Record]:
+    def _feed_rows(self, rows: Rows) -> Iterator[Record | Segment]:
+        """Take rows as a whole where nothing but the next steps comes, else as many one by one as it takes."""
+        at, more = 0, 1
+        while len(rows) - at > 1 and not self._is_next(rows, at):
+            for row in rows.part(at, at + more).rows():
+                yield from self.feed(row)
+            at, more = min(len(rows), at + more), more * 2
+        if at:
+            rows = rows.part(at, len(rows))
+        if len(rows) < 2 or not self._is_next(rows, 0):
+            for row in rows.rows():
+                yield from self.feed(row)
+            return
+        yield from self._flush(self._newest + 1)
+        last = len(rows) - 1
+        self._tally.rows_read += len(rows)
+        self._tally.rows_kept += len(rows)
+        self._tally.signals.update(name for name, column in rows.columns.items() if column.present is None)
+        for name, column in rows.columns.items():
+            if column.present is not None and column.present[:last].any():
+                self._tally.signals.add(name)
+        self._single_steps += len(rows)
+        self._newest, self._flushed = int(rows.steps[-1]), int(rows.steps[-2])
+        self._last[(0, TRAINING)] = self._newest
+        complete = rows.part(0, last)
+        self._tally.lines.extend(self._attempt, complete.steps, complete.lines)
+        yield Segment(self._attempt, complete)
+        for row in rows.part(last, last + 1).rows():  # may still gain an evaluation
+            self._pending[row.step] = {0: _Pending(row.values, row.line, row.ts_ns, {TRAINING})}
+
+    def _is_next(self, rows: Rows, at: int) -> bool:
+        """Whether rows from `at` on are further training steps of a run of which no other rank was met."""
+        ranked = self._ranks_seen or rows.ranked
+        return (
+            (not ranked or (self._ranks_seen and self._flushed >= 0 and all(rank == 0 for rank, _ in self._last)))
+            and not self._held
+            and self._started
+            and rows.total == self._total
+            and self._label is None
+            and int(rows.steps[at]) > self._newest
+            and all(step <= self._newest for step in self._pending)
+        )
+
+    def feed(self, item: Row | Mark) -> Iterator[Record]:
         """Take one item; yield what is complete."""
         if isinstance(item, Mark):
             if item.kind == EventKind.RESUME or item.status == CheckpointStatus.LOADED:
@@ -238,6 +292,7 @@ class Assembler:
                 self._late += len(ranks)
             else:
                 self._flushed = step
+            self._tally.lines.add(self._attempt, step, min(row.line for row in ranks.values()))
             for rank in sorted(ranks):
                 row = ranks[rank]
                 self._tally.signals.update(row.values)

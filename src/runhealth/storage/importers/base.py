@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import BinaryIO, Protocol
 
+from runhealth.storage.blocks import Column, Ints
+from runhealth.storage.importers.linemap import LineMap
 from runhealth.storage.records import Rejected, Scalar
 
 REJECTED_SHOWN = 20
@@ -60,7 +62,54 @@ class Mark:
     rank: int = 0
 
 
-Item = Row | Mark
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """n training rows of rank 0, one after the other, as columns: what `rows()` yields. Steps ascend strictly.
+
+    `lines`, `steps`, `ts_ns` and the columns are (n,). `ranked`: the log names the rank.
+    """
+
+    lines: Ints
+    steps: Ints
+    ts_ns: Ints
+    columns: dict[str, Column]
+    total: int | None = None
+    ranked: bool = False
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def part(self, first: int, last: int) -> "Rows":
+        """The rows from `first` up to, and without, `last`."""
+        columns = {
+            name: Column(
+                values=column.values[first:last],
+                present=None if column.present is None else column.present[first:last],
+            )
+            for name, column in self.columns.items()
+        }
+        return Rows(
+            lines=self.lines[first:last],
+            steps=self.steps[first:last],
+            ts_ns=self.ts_ns[first:last],
+            columns=columns,
+            total=self.total,
+            ranked=self.ranked,
+        )
+
+    def rows(self) -> Iterator[Row]:
+        """The same, one by one."""
+        columns = [
+            (name, column.values.tolist(), None if column.present is None else column.present.tolist())
+            for name, column in self.columns.items()
+        ]
+        places = zip(self.lines.tolist(), self.steps.tolist(), self.ts_ns.tolist(), strict=True)
+        for at, (line, step, ts_ns) in enumerate(places):
+            values = {name: value[at] for name, value, present in columns if present is None or present[at]}
+            yield Row(line, step, values, ranked=self.ranked, total=self.total, ts_ns=ts_ns)
+
+
+Item = Row | Mark | Rows
 
 
 class Tally:
@@ -74,6 +123,7 @@ class Tally:
         self.notes: dict[str, None] = {}
         self.signals: set[str] = set()
         self.met: dict[str, None] = {}  # foreign names of rows that were rejected as a whole
+        self.lines = LineMap()
         self.format: str | None = None  # a special case of the importer's format, once it was recognised
 
     def reject(self, line: int, why: str) -> None:
@@ -100,6 +150,7 @@ class ReadContext:
     tally: Tally
     mapping: Mapping[str, str] = field(default_factory=dict)
     run: str | None = None  # which of the runs, where a file holds several
+    bulk: bool = False  # whether `Rows` may be yielded
 
 
 class Importer(Protocol):

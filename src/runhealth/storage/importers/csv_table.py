@@ -9,16 +9,21 @@ import re
 from collections.abc import Collection, Iterator
 from typing import BinaryIO
 
+import numpy as np
+
 from runhealth.storage.errors import NoUsableDataError
-from runhealth.storage.importers.base import Item, ReadContext, Tally
-from runhealth.storage.importers.lines import iter_lines
+from runhealth.storage.importers.base import Item, ReadContext, Row, Rows, Tally
 from runhealth.storage.importers.names import Names, field_of, normalise, target_of
+from runhealth.storage.importers.recipes import Span
 from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.importers.scan import Shapes, Stretch, scan
 from runhealth.storage.importers.tables import table_for
 from runhealth.storage.importers.values import to_number
 
 _DELIMITERS = ",\t;|"
 _MAX_COLUMNS = 5000
+_WATCHED = ("loss", "grad_norm")
+_LEAST_FILLED, _LEAST_EMPTY = 5, 3  # rows
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?\Z")
 
 
@@ -45,7 +50,15 @@ class _CsvTable:
         builder: RowBuilder | None = None
         chosen = frozenset(context.mapping.values())
         decimal_comma = False
-        for number, text, _ in iter_lines(stream, tally):
+        shapes = Shapes() if context.bulk else None
+        emptied = _Emptied()
+        for scanned in scan(stream, tally, shapes):
+            if isinstance(scanned, Stretch):
+                rows = scanned.take()
+                emptied.see_rows(rows)
+                yield rows
+                continue
+            number, text, whole = scanned
             if not text.strip() or (header is None and text.startswith("#")):
                 continue
             if header is None:
@@ -58,6 +71,8 @@ class _CsvTable:
             if header is None or _is_header(cells, chosen):
                 if header is not None:
                     tally.note(f"the header comes again on line {number}")
+                    if shapes is not None:
+                        shapes.forget()
                 header = _unique(cells)
                 if builder is None:
                     builder = self._builder(header, context)
@@ -72,9 +87,14 @@ class _CsvTable:
                     cells = [cell.replace(",", ".") if _DECIMAL_COMMA.match(cell) else cell for cell in cells]
             row = builder.row(number, dict(zip(header, cells, strict=True)))
             if row is not None:
+                plain = whole and '"' not in text and not (delimiter == ";" and "," in text)
+                if shapes is not None and plain and shapes.worth() and (places := _places(text, delimiter, header)):
+                    builder.learn(shapes, places, row)
+                emptied.see(row)
                 yield row
         if builder is not None:
             builder.finish()
+        emptied.finish(tally)
 
     @staticmethod
     def _builder(header: list[str], context: ReadContext) -> RowBuilder:
@@ -87,6 +107,47 @@ class _CsvTable:
         fields = {context.mapping[key] for key in ("step", "rank", "attempt", "ts") if key in context.mapping}
         names.learn(name for name in header if name not in fields and field_of(name) is None)
         return RowBuilder(context, names)
+
+
+class _Emptied:
+    """Columns whose cells stay empty to the end after they were filled: what became NaN, as pandas writes it, or what
+    is no longer measured."""
+
+    def __init__(self) -> None:
+        self._filled = dict.fromkeys(_WATCHED, 0)  # rows
+        self._empty = dict.fromkeys(_WATCHED, 0)  # rows since the last that was filled
+        self._since = dict.fromkeys(_WATCHED, 0)  # the line of the first of them
+
+    def see(self, row: Row) -> None:
+        for name in _WATCHED:
+            if name in row.values:
+                self._filled[name] += 1
+                self._empty[name] = 0
+            else:
+                self._more(name, row.line, 1)
+
+    def see_rows(self, rows: Rows) -> None:
+        for name in _WATCHED:
+            column = rows.columns.get(name)
+            last = -1 if column is None else len(rows) - 1
+            if column is not None and column.present is not None:
+                last = int(np.flatnonzero(column.present)[-1])
+            if last >= 0:
+                self._filled[name] += last + 1
+                self._empty[name] = 0
+            if last < len(rows) - 1:
+                self._more(name, int(rows.lines[last + 1]), len(rows) - 1 - last)
+
+    def _more(self, name: str, line: int, count: int) -> None:
+        if not self._empty[name]:
+            self._since[name] = line
+        self._empty[name] += count
+
+    def finish(self, tally: Tally) -> None:
+        for name in _WATCHED:
+            if self._filled[name] >= _LEAST_FILLED and self._empty[name] >= _LEAST_EMPTY:
+                where = f"from line {self._since[name]} to the end ({self._empty[name]} rows)"
+                tally.note(f"the cells of {name} are empty {where}: many programs leave a cell empty for NaN")
 
 
 def _refuse_several(header: list[str]) -> None:
@@ -115,6 +176,21 @@ def _cells(line: str, delimiter: str) -> list[str] | None:
         return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))]
     except (csv.Error, StopIteration):
         return None
+
+
+def _places(text: str, delimiter: str, header: list[str]) -> dict[str, Span]:
+    """Where the cells are that are not empty; nothing if one of them is no number."""
+    places: dict[str, Span] = {}
+    at = 0
+    for name, cell in zip(header, text.split(delimiter), strict=True):
+        inner = cell.strip()
+        if inner:
+            if to_number(inner) is None:
+                return {}
+            start = at + len(cell) - len(cell.lstrip())
+            places[name] = (start, start + len(inner))
+        at += len(cell) + 1
+    return places
 
 
 def _has_decimal_comma(cells: list[str], tally: Tally, number: int) -> bool:

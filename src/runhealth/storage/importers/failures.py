@@ -76,6 +76,11 @@ class _Failure:
     data: dict[str, object] = field(default_factory=dict)
 
 
+def may_tell_failure(line: str) -> bool:
+    """Whether a line has one of the words without which it tells of no failure, unless it goes on with one."""
+    return _HINT.search(line[:_MAX_CHARS]) is not None
+
+
 class FailureReader:
     """Feed it the lines that hold no measurement; ask for the marks when training goes on or the log ends."""
 
@@ -90,6 +95,11 @@ class FailureReader:
     def ended(self) -> bool:
         """Whether something was met that may have ended the training."""
         return self._failure is not None or self._cancelled is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether what the next line means depends on those before it."""
+        return self.ended or self._in_traceback
 
     @property
     def line(self) -> int:

@@ -1,12 +1,16 @@
 """A foreign log as a run of the store: once imported, it is diagnosed, queried and shown like one of our own."""
 
 import hashlib
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
+from runhealth.storage.blocks import StepBlock
+from runhealth.storage.durable import sync_folder
 from runhealth.storage.errors import ConfigError, NoUsableDataError, StoreError
 from runhealth.storage.importers.open import ImportedLog, open_log
 from runhealth.storage.importers.tracks import Source, Track
@@ -21,6 +25,8 @@ _BATCH_RECORDS = 8192
 _MAX_RANK_LOGS = 400  # that are open at a time
 _MAX_ATTEMPT = 999
 _CHUNK_BYTES = 1 << 20
+_REPLACED = ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, stdio.h of glibc
 
 
 def import_log(path: str, name: str, store: Store, mapping: Mapping[str, str] | None = None) -> RunInfo:
@@ -36,6 +42,7 @@ def import_log(path: str, name: str, store: Store, mapping: Mapping[str, str] | 
     """
     check_run_name(name)
     target = Path(store.root) / name
+    _recover(target)
     log = open_log(path, mapping=mapping)
     digest, size_bytes = _fingerprint(log)
     source = path if "://" in path else str(Path(path).absolute())
@@ -138,7 +145,8 @@ def _fill(log: ImportedLog, store: Store, name: str, config: Mapping[str, object
         logs: dict[tuple[int, int], RankLog] = {}
         waiting: dict[tuple[int, int], list[Record]] = {}
         last: Record | None = None
-        for count, record in enumerate(log.records(), 1):
+        blocks = (block.records() if isinstance(block, StepBlock) else (block,) for block in log.blocks())
+        for count, record in enumerate(chain.from_iterable(blocks), 1):
             if record.attempt > _MAX_ATTEMPT:
                 raise NoUsableDataError(f"{log.path}: expected attempts up to {_MAX_ATTEMPT}, met {record.attempt}")
             waiting.setdefault((record.attempt, record.rank), []).append(record)
@@ -195,7 +203,36 @@ def _told(info: SourceInfo, last: Record) -> RunEvent:
 
 
 def _swap(made: Path, target: Path, staged: Path) -> None:
-    """Put the finished run in its place. Readers of the old one keep what they have open."""
+    """Put the finished run in its place. Readers of the old one keep what they have open; it goes with `staged`."""
+    if not target.exists():
+        made.rename(target)
+    elif not _exchanged(made, target):
+        old = staged / _REPLACED / target.name
+        old.parent.mkdir()
+        target.rename(old)
+        try:
+            made.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+    sync_folder(target.parent)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, as renameat2(2) of Linux does; False where the system cannot."""
+    import ctypes  # few imports replace a run
+
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def _recover(target: Path) -> None:
+    """Where folders cannot be exchanged, a process that was killed between two renames leaves the old run aside."""
     if target.exists():
-        target.rename(staged / ".replaced")
-    made.rename(target)
+        return
+    for place in sorted(target.parent.glob(f".import-*/{_REPLACED}/{target.name}")):
+        place.rename(target)
+        return

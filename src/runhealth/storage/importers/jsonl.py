@@ -4,19 +4,24 @@ Lines that are no JSON are rejected with their number. Objects that were written
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
-from runhealth.storage.importers.base import Item, Mark, ReadContext
+from runhealth.storage.importers.base import Item, Mark, ReadContext, Rows
 from runhealth.storage.importers.json_stream import iter_objects
-from runhealth.storage.importers.lines import iter_lines
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.recipes import Span
 from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.importers.scan import Shapes, Stretch, scan
 from runhealth.storage.importers.streams import peek
 from runhealth.storage.importers.tables import table_for
 from runhealth.storage.records import EventKind
 
 _DECODER = json.JSONDecoder()
+_PAIR = re.compile(
+    r'\s*"([^"\\]*)"\s*:\s*(-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|Infinity)|NaN)\s*(?:,|\Z)'
+)
 _SNIFFED_LINES = 40
 _MAX_FAILURES = 8  # a line
 _EVENT_KINDS = frozenset(EventKind)
@@ -37,7 +42,11 @@ class _Jsonl:
 
     def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
         builder: RowBuilder | None = None
-        for line, entry in _objects(stream, context):
+        shapes = Shapes() if context.bulk else None
+        for line, entry, text in _objects(stream, context, shapes):
+            if isinstance(entry, Rows):
+                yield entry
+                continue
             if builder is None:
                 table = table_for(entry.keys(), csv=False)
                 if table is not None:
@@ -48,24 +57,34 @@ class _Jsonl:
                 continue
             row = builder.row(line, entry)
             if row is not None:
+                if shapes is not None and text and shapes.worth() and (places := _places(text)) is not None:
+                    builder.learn(shapes, places, row, json=True)
                 yield row
         if builder is not None:
             builder.finish()
 
 
-def _objects(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, dict[str, object]]]:
+def _objects(
+    stream: BinaryIO, context: ReadContext, shapes: Shapes | None
+) -> Iterator[tuple[int, dict[str, object] | Rows, str]]:
+    """Yield (line, object, its text if it is all that the line holds), or the rows of many lines."""
     if peek(stream).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        yield from iter_objects(stream, context.tally, None)
+        for line, entry in iter_objects(stream, context.tally, None):
+            yield line, entry, ""
         return
     tally = context.tally
-    for number, text, _ in iter_lines(stream, tally):
+    for scanned in scan(stream, tally, shapes):
+        if isinstance(scanned, Stretch):
+            yield 0, scanned.take(), ""
+            continue
+        number, text, whole = scanned
         if text[:1] == "{" and text[-1:] == "}":
             try:
                 value, at = _DECODER.raw_decode(text)
             except (ValueError, RecursionError):
                 at = 0
             if at == len(text):
-                yield number, value
+                yield number, value, text if whole else ""
                 continue
         at, length, failures = 0, len(text), 0
         while at < length:
@@ -85,10 +104,25 @@ def _objects(stream: BinaryIO, context: ReadContext) -> Iterator[tuple[int, dict
                 at = following
                 continue
             if isinstance(value, dict):
-                yield number, value
+                yield number, value, ""
             else:
                 tally.rows_read += 1
                 tally.reject(number, f"expected a JSON object, met {type(value).__name__}")
+
+
+def _places(text: str) -> dict[str, Span] | None:
+    """Where the values of an object are, if all of them are plain numbers and no name comes twice."""
+    places: dict[str, Span] = {}
+    at, end = 1, len(text) - 1
+    while at < end:
+        match = _PAIR.match(text, at, end)
+        if match is None or match[1] in places:
+            return None
+        places[match[1]] = match.span(2)
+        at = match.end()
+        if at < end and text[at - 1] != ",":
+            return None
+    return places
 
 
 def _skip_blank(text: str, at: int) -> int:

@@ -13,8 +13,9 @@ from typing import BinaryIO
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.lines import without_ansi
 from runhealth.storage.importers.names import Names, target_of
+from runhealth.storage.importers.recipes import Spots
 from runhealth.storage.importers.shapes import FieldReader
-from runhealth.storage.importers.text import TextRow, read_text
+from runhealth.storage.importers.text import TextRow, read_text, spots_of
 from runhealth.storage.importers.values import NUMBER, to_number
 from runhealth.storage.records import Scalar
 
@@ -25,11 +26,19 @@ _STEP = re.compile(
     rf"(?P<step>{_COUNT})(?:\.0{{1,6}}(?!\d))?(?:\s*/\s*(?P<total>{_COUNT}))?(?![\w.%]|,\d)",
     re.I,
 )
+_ANY_STEP = re.compile(
+    r"(?<![\w/])['\"]?(?:global[_ ]?step|train[_ ]?step|num_updates|steps?|iter(?:ation)?s?|it)['\"]?"
+    r"\s*(?:[:=#]\s*|\s+|\s*\[\s*)['\"]?\d",
+    re.I,
+)
+_ANY_BATCH = re.compile(r"\d\s?/\s?\d")
+_CLOCK = re.compile(r"\W{0,3}\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?=[\s|\]])")
 # `[ 10/5005]`, `| 20/100 [00:01<…`, `[640/60000 (1%)]`: batches of an epoch, or of the whole training
 _BATCH = re.compile(
     r"(?:(?P<open>[\[|])|(?<![\w/.:-]))\s{0,9}(?P<step>\d{1,15})\s?/\s?(?P<total>\d{1,15})(?![\w/.:-])"
     r"(?P<close>\s{0,3}[\])(\[])?"
 )
+_BAR = re.compile(r"\s*\d{1,3}%\|[^|]{0,400}\|\s*\d")  # without a name before it: not that of a download or a map
 _EPOCH = re.compile(r"\b(?:epoch|train)\b(?:\(train\))?\W{0,6}(?P<epoch>\d{1,6})(?![\d.]|\s?%)", re.I)
 _EPOCH_LINE = re.compile(r"\s*Epoch\s+(?P<epoch>\d{1,6})\s*/\s*\d{1,6}\s*\Z")
 # A head line, then one indented line for each value: OLMo, Composer
@@ -94,8 +103,9 @@ class _Parser:
         self._tally = context.tally
         self._mapped = frozenset(context.mapping.values())
         self._shapes: set[str] = set()
-        self._known = 0  # lines with a loss
         self._count = 0
+        self._bar: tuple[int, int] | None = None  # where the progress bar is: step and total
+        self._told_at: tuple[int, int] | None = None  # where it was at the last dictionary without a step
         self._epoch: int | None = None  # of a line that holds nothing else
         self._head: tuple[int, int | None] | None = None
         self._zero_based = False  # the first epoch is 0
@@ -120,19 +130,19 @@ class _Parser:
         if "skipped=" in line and (found := _DEEPSPEED.search(line)):
             return self._deepspeed(found)
         fields = self._fields(line)
-        known = _has_loss(fields) or not self._mapped.isdisjoint(fields)
-        self._known += known
-        if not known or self._known < 2000 or self._known % 64 == 0:
-            shape = _words(line[: match.start()][-24:] + match[0][: match.start("step") - match.start()])
-            if known and len(self._shapes) < 1000:
+        shape = _words(line[max(0, match.start() - 24) : match.start("step")])
+        if _has_loss(fields) or not self._mapped.isdisjoint(fields):
+            if len(self._shapes) < 1000:
                 self._shapes.add(shape)
-            elif not known and (not fields or shape not in self._shapes):
-                return ()
+        elif not fields or shape not in self._shapes:
+            return ()
         return self._row(_count(match["step"]), _count(match["total"]) if match["total"] else None, line, fields)
 
     def _batch_of_epoch(self, line: str, match: re.Match[str]) -> Sequence[TextRow]:
         fields = self._fields(line)
         if not _has_loss(fields) and self._mapped.isdisjoint(fields):
+            if (self._told_at is None or int(match["total"]) == self._told_at[1]) and _BAR.match(line):
+                self._bar = int(match["step"]), int(match["total"])
             return ()
         step, total = int(match["step"]), int(match["total"])
         before = _EPOCH.search(line[: match.start()])
@@ -147,6 +157,38 @@ class _Parser:
         step += (epoch if self._zero_based else epoch - 1) * total
         self._last = step
         return self._row(step, None, line, fields)
+
+    def spots(self, line: str) -> Spots | None:
+        match = _STEP.search(line)
+        first = _ANY_STEP.search(line)
+        if match is None or first is None or first.start() != match.start() or not match[0].isascii():
+            return None  # an earlier word may be the step of a line with other digits
+        if "," in match[0] or "." in match[0] or "skipped=" in line:
+            return None
+        if _HEAD.search(line) or (line[:1] == " " and _INDENTED.match(line)):
+            return None
+        fields = spots_of(_places(line), 0)
+        if fields is None:
+            return None
+        spans = {name: (start, end) for name, start, end in fields if name not in _STEP_NAMES}
+        if "time" in spans and "data_time" in spans:
+            spans["time_s"] = spans.pop("time")
+        clock = _CLOCK.match(line)
+        begin = min([match.start(), *(start for _, start, _ in fields)])
+        free = (clock.span(),) if clock is not None and clock.end() <= begin else ()
+        total = int(match["total"]) if match["total"] else None
+        found = [(name, start, end) for name, (start, end) in spans.items()]
+        return Spots(step=match.span("step"), fields=found, free=free, total=total)
+
+    def inert(self, line: str) -> bool:
+        if "oss" in line or "poch" in line or "{'" in line or "%|" in line or "skipped=" in line:
+            return False
+        if _ANY_STEP.search(line) or _ANY_BATCH.search(line) or (line[:1] == " " and _INDENTED.match(line)):
+            return False
+        return _HEAD.search(line) is None and self._mapped.isdisjoint(self._read(line))
+
+    def passed(self, rows: int, step: int) -> None:
+        """Nothing is kept from line to line that lines with spots would change."""
 
     def _row(self, step: int, total: int | None, line: str, fields: dict[str, Scalar]) -> Sequence[TextRow]:
         evaluation = _is_evaluation(line, fields)
@@ -194,11 +236,21 @@ class _Parser:
         fields = self._read(text[at:])
         if not _has_loss(fields) or "train_runtime" in fields:
             return ()
-        self._tally.note("no step in the lines: they are numbered in the order of the file")
         evaluation = "eval_loss" in fields and "loss" not in fields
         if not evaluation:
-            self._count += 1
+            self._count = self._next_count()
         return (TextRow(max(0, self._count - 1), fields, evaluation),)
+
+    def _next_count(self) -> int:
+        """One more than the step of a dictionary that states none: where the progress bar was before it, else the
+        number of the dictionary."""
+        if self._bar is None or self._bar[0] == 0 or (self._told_at is None and self._count):
+            self._tally.note("no step in the lines: they are numbered in the order of the file")
+            return self._count + 1
+        self._tally.note("no step in the lines: the count of the progress bar before a line is its step")
+        went_back = self._told_at is not None and self._bar[0] < self._told_at[0]
+        self._told_at = self._bar
+        return self._bar[0] + 1 if went_back else max(self._bar[0] + 1, self._count + 1)
 
 
 def _count(text: str) -> int:
@@ -219,6 +271,7 @@ def _batch(line: str) -> re.Match[str] | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def _words(shape: str) -> str:
     return re.sub(r"[\d\W]+", " ", shape).strip().lower()
 

@@ -19,55 +19,71 @@ def iter_lines(stream: BinaryIO, tally: Tally) -> Iterator[tuple[int, str, bool]
     yield each part under the same number. NUL bytes, which a crashed file system leaves behind, are taken out.
     """
     number = 0
-    for block, whole in _blocks(stream):
+    for block, whole in blocks_of_lines(stream):
         if block is None:
             number += 1
-            tally.reject(number, f"a line of more than {MAX_LINE_BYTES} bytes")
+            reject_long(number, tally)
             continue
-        text = block.decode("utf-8", "replace")
-        if number == 0:
-            text = text.removeprefix("\ufeff")
-        if "\0" in text:
-            text = text.replace("\0", "")
+        at = number
+        for number, line in lines_of(block, at, whole, tally):
+            yield number, line, whole
+
+
+def reject_long(number: int, tally: Tally) -> None:
+    """Say that a line was over the limit."""
+    tally.reject(number, f"a line of more than {MAX_LINE_BYTES} bytes")
+
+
+def lines_of(block: bytes, before: int, whole: bool, tally: Tally) -> Iterator[tuple[int, str]]:
+    """Yield (number, text) of the lines in a block that follows `before` lines."""
+    number = before
+    text = block.decode("utf-8", "replace")
+    if number == 0:
+        text = text.removeprefix("\ufeff")
+    odd = "\0" in text or "\r" in text
+    lines = text.split("\n")
+    if whole:
+        del lines[-1]  # what follows the last line end: nothing
+    if not odd:
+        yield from enumerate(lines, number + 1)
+        return
+    for line in lines:
+        number += 1
+        if "\0" in line:
+            line = line.replace("\0", "")
             tally.note("the file holds NUL bytes, which were left out")
-        lines = text.split("\n")
-        if whole:
-            del lines[-1]  # what follows the last line end: nothing
-        if "\r" not in text:
-            for line in lines:
-                number += 1
-                yield number, line, whole
-            continue
-        for line in lines:
-            number += 1
-            line = line.rstrip("\r")
-            if "\r" in line:
-                for part in line.split("\r"):
-                    yield number, part, whole
-            else:
-                yield number, line, whole
+        line = line.rstrip("\r")
+        if "\r" in line:
+            for part in line.split("\r"):
+                yield number, part
+        else:
+            yield number, line
 
 
-def _blocks(stream: BinaryIO) -> Iterator[tuple[bytes | None, bool]]:
+def blocks_of_lines(stream: BinaryIO, chunk_bytes: int = 0) -> Iterator[tuple[bytes | None, bool]]:
     """Yield (bytes of whole lines, True), at the end perhaps (a line without its end, False), and (None, True) for a
-    line that is too long."""
-    read = getattr(stream, "read1", stream.read)  # what is there at once: a file that grows is read up to its end
+    line that is too long. `chunk_bytes`: how much to wait for; by default whatever is there."""
+    read = stream.read
+    if not chunk_bytes:
+        read = getattr(stream, "read1", read)  # what is there at once: a file that grows is read up to its end
     rest = b""
     skipping = False
-    while chunk := read(_CHUNK_BYTES):
+    while chunk := read(chunk_bytes or _CHUNK_BYTES):
         end = chunk.rfind(b"\n") + 1
         if not end:
             if not skipping:
                 rest += chunk
-                if len(rest) >= MAX_LINE_BYTES:
+                if len(rest) > MAX_LINE_BYTES:
                     rest, skipping = b"", True
                     yield None, True
             continue
+        start = 0
         if skipping:
             skipping = False
             start = chunk.find(b"\n") + 1
-        else:
-            start = 0
+        elif len(rest) + chunk.find(b"\n") > MAX_LINE_BYTES:
+            rest, start = b"", chunk.find(b"\n") + 1
+            yield None, True
         block = rest + chunk[start:end]
         rest = chunk[end:]
         if block:
@@ -83,6 +99,23 @@ def without_ansi(text: str) -> str:
     if "[" in text and "m" in text:
         text = _CUT_ANSI.sub("", text)
     return text
+
+
+def kept_places(text: str) -> list[int]:
+    """Where the characters of `without_ansi(text)` are in the text."""
+    places = list(range(len(text)))
+    if "\x1b" in text:
+        text = _cut(text, places, _ANSI)
+    if "[" in text and "m" in text:
+        _cut(text, places, _CUT_ANSI)
+    return places
+
+
+def _cut(text: str, places: list[int], pattern: re.Pattern[str]) -> str:
+    """The text without what matches, and the places of what is left."""
+    for match in reversed(list(pattern.finditer(text))):
+        del places[match.start() : match.end()]
+    return pattern.sub("", text)
 
 
 def looks_binary(head: bytes) -> bool:

@@ -14,8 +14,9 @@ from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.recipes import Spots
 from runhealth.storage.importers.shapes import FieldReader
-from runhealth.storage.importers.text import TextRow, read_text
+from runhealth.storage.importers.text import TextRow, read_text, spots_of
 from runhealth.storage.importers.values import to_number, to_ts_ns
 
 _ITERATION = re.compile(r"\biteration\s+(?P<step>\d{1,18})\s*/\s*(?P<total>\d{1,18})\s*\|")
@@ -38,7 +39,6 @@ _TABLE = {
     "lm loss value": "eval_loss",
     "elapsed time per iteration (ms)": "t_step_s",
     "elapsed time per iteration (s)": "t_step_s",
-    "number of nan iterations": "",
     "forward-compute_ms": "t_forward_s",
     "backward-compute_ms": "t_backward_s",
     "optimizer_ms": "t_optimizer_s",
@@ -73,6 +73,22 @@ class _Parser:
             fields = self._timers(match["rest"])
             # A timer line belongs to the iteration above it.
             yield TextRow(self._step, {f"{name}_ms": value for name, value in fields.items()}, rank=0)
+
+    def spots(self, line: str) -> Spots | None:
+        match = _ITERATION.search(line)
+        fields = spots_of(_places(line[match.end() :]), match.end()) if match is not None else None
+        if match is None or fields is None:
+            return None
+        stamp = _STAMP.search(line, 0, match.start()) if match.start() > 12 else None
+        return Spots(
+            step=match.span("step"), fields=fields, total=int(match["total"]), stamp=stamp.span(1) if stamp else None
+        )
+
+    def inert(self, line: str) -> bool:
+        return "iteration" not in line and _TIMERS.match(line) is None
+
+    def passed(self, rows: int, step: int) -> None:  # noqa: ARG002
+        self._step = step
 
     def _iteration(self, line: str, number: int) -> Iterator[TextRow | Mark]:
         match = _ITERATION.search(line)

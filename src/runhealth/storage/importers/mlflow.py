@@ -16,10 +16,12 @@ from runhealth.storage.errors import NoUsableDataError
 from runhealth.storage.importers.base import Item, Mark, ReadContext, Row, Tally
 from runhealth.storage.importers.lines import iter_lines
 from runhealth.storage.importers.names import Names
-from runhealth.storage.importers.values import to_number, to_step
+from runhealth.storage.importers.values import checked_ns, to_number, to_step
 from runhealth.storage.records import EventKind, Scalar
 
 _MAGIC = b"SQLite format 3\0"
+# sqlite3 decodes the messages about a damaged schema strictly, and they quote it.
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 _MAX_POINTS = 2_000_000
 _Point = tuple[str, int, int, Scalar]  # metric, time in ms, step, value
 
@@ -33,13 +35,13 @@ class _Mlflow:
     def read(self, stream: BinaryIO, context: ReadContext) -> Iterator[Item]:
         try:
             connection = _connect(stream)
-        except (sqlite3.Error, OSError) as error:
+        except (*_UNREADABLE, OSError) as error:
             context.tally.reject(0, f"the database cannot be opened: {error}")
             return
         try:
             run, status = _run(connection, context.run)
             yield from _rows(_stored(connection, run, context.tally), context)
-        except sqlite3.Error as error:
+        except _UNREADABLE as error:
             context.tally.reject(0, f"no readable MLflow store: {error}")
             return
         finally:
@@ -62,9 +64,11 @@ def is_run_folder(folder: Path) -> bool:
 def _connect(stream: BinaryIO) -> sqlite3.Connection:
     path = getattr(stream, "name", None)
     if isinstance(path, str) and Path(path).is_file():
-        return sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
-    connection = sqlite3.connect(":memory:")
-    connection.deserialize(stream.read())
+        connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
+    else:
+        connection = sqlite3.connect(":memory:")
+        connection.deserialize(stream.read())
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")
     return connection
 
 
@@ -149,7 +153,7 @@ def _rows(points: Iterable[_Point], context: ReadContext) -> Iterator[Row]:
     for line, key in enumerate(sorted(grouped), 1):
         begin, fields = grouped[key]
         values, series = names.convert(fields)
-        yield Row(line, key[1], values, series=series, attempt=key[0], ts_ns=begin * 1_000_000)
+        yield Row(line, key[1], values, series=series, attempt=key[0], ts_ns=checked_ns(begin * 1_000_000))
     names.finish()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from runhealth.storage.importers.base import EVALUATION, EXTRA, TRAINING, Tally
+from runhealth.storage.importers.recipes import Conversion
 from runhealth.storage.records import Scalar
 from runhealth.storage.signals import STEP_SIGNALS, Dtype
 
@@ -108,6 +109,7 @@ SIGNAL_NAMES: Mapping[str, tuple[str, ...]] = {
         "skipped_iterations",
         "optim/step_skipped",
     ),
+    "nan_steps": ("nan_steps", "number_of_nan_iterations", "nan_iterations"),
     "overflow_count": ("overflow_count",),
     "underflow_count": ("underflow_count",),
     "nonfinite_count": ("nonfinite_count", "nan_count"),
@@ -357,6 +359,11 @@ class Names:
             values[out] = int(value) if whole and isinstance(value, float) and abs(value) < 2**62 else value
         values.pop("", None)
         return values, series
+
+    def conversion(self, fields: Iterable[str]) -> Conversion:
+        """What `convert` does with rows of these names."""
+        outs, changed, _ = self._plan(tuple(fields))
+        return Conversion(outs=outs, changed=changed)
 
     def _plan(self, key: tuple[str, ...]) -> _Plan:
         """What to do with rows of these names, remembered for the next ones."""

@@ -4,7 +4,8 @@ Line shapes (formats as those programs print them):
 `step:10/5100 train_loss:6.1 train_time:1200ms step_avg:120.1ms`, also with `val_loss:`, seconds, more fields;
 `s:10 trl:6.1`, `s:250 tel:5.9` (llm.c main.log);
 `step   10/19560 | loss 6.10 (+1.2z)| norm 2.1 (-0.3z)| lr 1.0e-04 | 130.5 ms | 55.0% bf16 MFU | 400000 tok/s` (llm.c);
-`iter 10: loss 6.1, time 50.1ms, mfu 3.2%` and `step 250: train loss 5.8, val loss 5.9` (nanoGPT).
+`iter 10: loss 6.1, time 50.1ms, mfu 3.2%` and `step 250: train loss 5.8, val loss 5.9` (nanoGPT);
+`10 train 6.1`, `250 val 5.9`, `250 hella 0.25` (build-nanogpt log.txt).
 
 Lines are matched from their start and need a number where the step is, so source code above the log is no data.
 `step_avg` is a running mean and stays under its own name; step times come from differences of `train_time`.
@@ -16,8 +17,9 @@ from typing import BinaryIO
 
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.recipes import Spots
 from runhealth.storage.importers.shapes import FieldReader
-from runhealth.storage.importers.text import TextRow, field_places, fields_of, read_text
+from runhealth.storage.importers.text import TextRow, field_places, fields_of, read_text, spots_of
 from runhealth.storage.importers.values import NUMBER, to_number
 from runhealth.storage.records import Scalar
 
@@ -32,6 +34,7 @@ _LLMC_VAL = re.compile(rf"val loss (?P<val>{NUMBER})\s*\Z", re.I)
 _ITER = re.compile(r"iter (?P<step>\d{1,18}): (?=loss )")
 _EVAL = re.compile(rf"step (?P<step>\d{{1,18}}): train loss (?P<train>{NUMBER}), val loss (?P<val>{NUMBER})", re.I)
 _ITER_PART = re.compile(rf"(?P<name>[a-z_]+) (?P<value>{NUMBER})(?P<unit>ms|s|%)?(?=,|\s|\Z)", re.I)
+_BARE = re.compile(rf"(?P<step>\d{{1,18}}) (?P<name>train|val|hella) (?P<value>{NUMBER})\s*\Z")
 _TABLE = {"time_ms": "t_step_s", "time_s": "t_step_s", "trl": "loss", "tel": "eval_loss", "norm": "grad_norm"}
 _VALIDATION = frozenset({"val_loss", "tel", "val_bpb", "eval"})
 _TRAINED = frozenset({"train_loss", "trl"})
@@ -42,7 +45,12 @@ class _NanoGPT:
 
     def sniff(self, name: str, head: bytes) -> float:  # noqa: ARG002
         text = head.decode("utf-8", "replace")
+        bare = 0
         for line in text.splitlines():
+            if line[:1].isdigit() and _BARE.match(line):
+                bare += 1
+                if bare == 3:
+                    return 0.6
             if line[:1] == "s" and (_LLMC_MAIN.match(line) or _LLMC.match(line)):
                 return 0.9
             if line[:5] == "step:" and (match := _COLON.match(line)) and fields_of(line[match.end() :][:400]):
@@ -74,9 +82,35 @@ class _Parser:
             rows = (TextRow(int(match[1]), self._iter_fields(line[match.end() :])),)
         elif first == "v" and (match := _LLMC_VAL.match(line)):
             return (TextRow(self._step, _numbers({"val_loss": match["val"]}), evaluation=True),)
+        elif first.isdigit() and (match := _BARE.match(line)):
+            name = {"train": "train_loss", "val": "val_loss", "hella": "hellaswag"}[match["name"]]
+            return (TextRow(int(match["step"]), _numbers({name: match["value"]}), evaluation=name != "train_loss"),)
         if rows:
             self._step = rows[-1].step
         return rows
+
+    def spots(self, line: str) -> Spots | None:
+        if (match := _BARE.match(line)) and match["name"] == "train":
+            return Spots(step=match.span("step"), fields=[("train_loss", *match.span("value"))])
+        for pattern, places in (
+            (_COLON, field_places),
+            (_LLMC_MAIN, field_places),
+            (_LLMC, _llmc_places),
+            (_ITER, _iter_places),
+        ):
+            if match := pattern.match(line):
+                fields = spots_of(places(line[match.end() :]), match.end())
+                total = match.groupdict().get("total")
+                if fields is None:
+                    return None
+                return Spots(step=match.span("step"), fields=fields, total=int(total) if total else None)
+        return None
+
+    def inert(self, line: str) -> bool:
+        return line[:1] not in ("s", "i", "v") and not line[:1].isdigit()
+
+    def passed(self, rows: int, step: int) -> None:  # noqa: ARG002
+        self._step = step
 
     def _step_rows(self, line: str) -> Sequence[TextRow]:
         if match := _COLON.match(line):
@@ -133,6 +167,9 @@ def _iter_places(text: str) -> list[tuple[str, int, int]]:
         name = f"{part['name']}_{unit}" if unit in ("ms", "s") else part["name"]
         found[name] = (name, part.start("value"), part.end("value"))
     return list(found.values())
+
+
+_RULES = ((_COLON, field_places), (_LLMC_MAIN, field_places), (_LLMC, _llmc_places), (_ITER, _iter_places))
 
 
 def _numbers(found: dict[str, str]) -> dict[str, Scalar]:

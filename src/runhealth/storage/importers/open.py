@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from runhealth.storage.blocks import StepBlock
 from runhealth.storage.errors import ConfigError, NoUsableDataError, UnknownFormatError
 from runhealth.storage.importers import csv_table
 from runhealth.storage.importers.base import REJECTED_SHOWN, USABLE, Importer, Tally
 from runhealth.storage.importers.lines import looks_binary, without_ansi
 from runhealth.storage.importers.names import FIELD_NAMES
+from runhealth.storage.importers.packing import packed
 from runhealth.storage.importers.registry import importers
 from runhealth.storage.importers.streams import open_stream
 from runhealth.storage.importers.tracks import FilePart, Source, Track, merged
@@ -50,10 +52,25 @@ class ImportedLog:
 
     def records(self) -> Iterator[Record]:
         """Yield records ordered by (attempt, step, rank). NoUsableDataError at the end if nothing can be diagnosed."""
+        yield from self._merged()
+        self._check_usable()
+
+    def blocks(self) -> Iterator[StepBlock | Record]:
+        """The same as columns: regular stretches of a log are read many lines at a time."""
+        if len(self._tracks) == 1 and isinstance(self._tracks[0], Track):
+            self._tallies = (Tally(),)
+            yield from packed(self._tracks[0].segments(self._tallies[0], self._mapping))
+        else:
+            yield from packed(self._merged())
+        self._check_usable()
+
+    def _merged(self) -> Iterator[Record]:
         self._tallies = tuple(Tally() for _ in self._tracks)
-        yield from merged(
+        return merged(
             [track.records(tally, self._mapping) for track, tally in zip(self._tracks, self._tallies, strict=True)]
         )
+
+    def _check_usable(self) -> None:
         if not any(tally.signals & USABLE for tally in self._tallies):
             raise NoUsableDataError(self._nothing_usable(self._tallies[0]))
 
@@ -85,6 +102,14 @@ class ImportedLog:
             rejected=tuple(rejected[:REJECTED_SHOWN]),
             notes=tuple(notes),
         )
+
+    def line_of(self, attempt: int, step: int) -> int | None:
+        """The line (in binary files, the byte offset) on which the record of a step begins, once it was read. None if
+        it is not known, or the log consists of several files."""
+        track = self._tracks[0]
+        if len(self._tallies) != 1 or not isinstance(track, Track) or len(track.parts) != 1:
+            return None
+        return self._tallies[0].lines.find(attempt, step)
 
     def _nothing_usable(self, tally: Tally) -> str:
         names = list(dict.fromkeys([*sorted(tally.signals), *tally.met]))

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from runhealth.storage.importers.base import ReadContext, Row
+from runhealth.storage.importers.base import TRAINING, ReadContext, Row
 from runhealth.storage.importers.names import Names, field_of
+from runhealth.storage.importers.recipes import Span, Spots
+from runhealth.storage.importers.scan import Shapes
 from runhealth.storage.importers.values import to_number, to_step, to_ts_ns
 from runhealth.storage.records import Scalar
 
@@ -46,6 +48,24 @@ class RowBuilder:
         if row is not None and roles is None and len(self._roles) < _MAX_SHAPES:
             self._learn(keys)
         return row
+
+    def learn(self, shapes: Shapes, places: Mapping[str, Span], row: Row, *, json: bool = False) -> None:
+        """Remember the shape of the line that gave `row`; `places` are those of all its values."""
+        roles: dict[str, str] = {}
+        for name in places:
+            kind = self._kind(name)
+            if kind is not None:
+                if kind[0] in roles or kind[0] not in ("step", "ts"):
+                    return
+                roles[kind[0]] = name
+        if "step" not in roles or self._counting != "" or row.ranked or row.series is not TRAINING:
+            return
+        fields = [(name, *places[name]) for name in places if name not in roles.values()]
+        if not 0 < len(fields) <= _MAX_FIELDS:
+            return
+        time = places[roles["ts"]] if "ts" in roles else None
+        spots = Spots(step=places[roles["step"]], fields=fields, time=time, json=json)
+        shapes.learn(spots, self._names.conversion(name for name, *_ in fields), row.step, row.ts_ns, row.values)
 
     def _quick(self, line: int, entry: Mapping[str, object], roles: _Roles) -> Row | None:
         """The row of an object whose names were met before and whose values are all plain numbers."""

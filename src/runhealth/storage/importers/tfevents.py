@@ -15,7 +15,7 @@ from typing import BinaryIO
 from runhealth.storage.importers.base import EVALUATION, Item, ReadContext, Row
 from runhealth.storage.importers.names import Names
 from runhealth.storage.importers.protobuf import fields, varint
-from runhealth.storage.importers.values import to_step
+from runhealth.storage.importers.values import checked_ns, to_step
 from runhealth.storage.records import Scalar
 
 _MAX_RECORD_BYTES = 1 << 26
@@ -128,7 +128,7 @@ def _event(data: bytes) -> _Event:
     for number, value in fields(data):
         if number == 1 and isinstance(value, bytes) and len(value) == 8:
             seconds = struct.unpack("<d", value)[0]
-            event.ts_ns = int(seconds * 1e9) if 0 < seconds < 1e10 else 0
+            event.ts_ns = checked_ns(int(seconds * 1e9)) if 0 < seconds < 1e10 else 0
         elif number == 2 and isinstance(value, int):
             event.step = value if value < 2**63 else value - 2**64
         elif number == 5 and isinstance(value, bytes):

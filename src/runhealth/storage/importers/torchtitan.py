@@ -11,8 +11,9 @@ from typing import BinaryIO
 from runhealth.storage.importers.base import Item, Mark, ReadContext
 from runhealth.storage.importers.lines import without_ansi
 from runhealth.storage.importers.names import Names
+from runhealth.storage.importers.recipes import Spots
 from runhealth.storage.importers.shapes import FieldReader
-from runhealth.storage.importers.text import TextRow, field_places, read_text
+from runhealth.storage.importers.text import TextRow, field_places, read_text, spots_of
 from runhealth.storage.importers.values import to_ts_ns
 
 _STEP = re.compile(r"(?:\A|[\s-])(?P<validate>validate\s+)?step:\s*(?P<step>\d{1,18})\s+(?=loss:|[\w/]+:\s)")
@@ -55,6 +56,21 @@ class _Parser:
             self._start_ns = self._start_ns or ts_ns
             fields["elapsed_s"] = (ts_ns - self._start_ns) / 1e9
         return (TextRow(int(match["step"]), fields, evaluation=evaluation, ts_ns=ts_ns),)
+
+    def spots(self, line: str) -> Spots | None:
+        match = _STEP.search(line)
+        fields = spots_of(field_places(line[match.end() :]), match.end()) if match is not None else None
+        if match is None or fields is None:
+            return None
+        stamp = _STAMP.search(line)
+        span = stamp.span(1) if stamp else None
+        return Spots(step=match.span("step"), fields=fields, stamp=span, start_ns=self._start_ns if stamp else 0)
+
+    def inert(self, line: str) -> bool:
+        return "step:" not in line
+
+    def passed(self, rows: int, step: int) -> None:
+        """Nothing is kept from line to line but the first time stamp."""
 
 
 IMPORTER = _Torchtitan()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from runhealth.storage.importers import mlflow
-from runhealth.storage.importers.assemble import Assembler
-from runhealth.storage.importers.base import Importer, Item, Mark, ReadContext, Tally
+from runhealth.storage.importers.assemble import Assembler, Segment
+from runhealth.storage.importers.base import Importer, Item, Mark, ReadContext, Rows, Tally
 from runhealth.storage.importers.clock import StepClock
+from runhealth.storage.importers.lanes import Lanes
 from runhealth.storage.importers.streams import open_stream, problem_of
 from runhealth.storage.records import EventKind, Record, RunEvent, StepRecord
 
@@ -51,16 +52,18 @@ class FilePart:
         """The importer's name."""
         return self.importer.name
 
-    def items(self, tally: Tally, mapping: Mapping[str, str]) -> Iterator[Item]:
+    def items(self, tally: Tally, mapping: Mapping[str, str], *, bulk: bool = False) -> Iterator[Item]:
         """The items of the file."""
         with open_stream(self.path) as stream:
-            yield from self.items_of(stream, tally, mapping)
+            yield from self.items_of(stream, tally, mapping, bulk=bulk)
             if problem := problem_of(stream):
                 tally.note(problem)
 
-    def items_of(self, stream: BinaryIO, tally: Tally, mapping: Mapping[str, str]) -> Iterator[Item]:
+    def items_of(
+        self, stream: BinaryIO, tally: Tally, mapping: Mapping[str, str], *, bulk: bool = False
+    ) -> Iterator[Item]:
         """The items of a stream with the content of the file."""
-        return self.importer.read(stream, ReadContext(tally=tally, mapping=mapping, run=self.run))
+        return self.importer.read(stream, ReadContext(tally=tally, mapping=mapping, run=self.run, bulk=bulk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +95,30 @@ class Track:
 
     def records(self, tally: Tally, mapping: Mapping[str, str]) -> Iterator[Record]:
         """The records of all parts, as of one file."""
-        records = Assembler(tally).run(StepClock(tally).run(self._items(tally, mapping)))
-        if self.values:
-            return records
-        return (record for record in records if not isinstance(record, StepRecord))
+        for record in self._assembled(tally, mapping, bulk=False):
+            if not isinstance(record, Segment) and (self.values or not isinstance(record, StepRecord)):
+                yield record
 
-    def _items(self, tally: Tally, mapping: Mapping[str, str]) -> Iterator[Item]:
+    def segments(self, tally: Tally, mapping: Mapping[str, str]) -> Iterator[Record | Segment]:
+        """The same, regular stretches as segments."""
+        if self.values and self.rank is None:
+            return self._assembled(tally, mapping, bulk=True)
+        return self.records(tally, mapping)
+
+    def _assembled(self, tally: Tally, mapping: Mapping[str, str], *, bulk: bool) -> Iterator[Record | Segment]:
+        return Assembler(tally).run(StepClock(tally).run(Lanes(tally).run(self._items(tally, mapping, bulk))))
+
+    def _items(self, tally: Tally, mapping: Mapping[str, str], bulk: bool) -> Iterator[Item]:
         for at, part in enumerate(self.parts):
             if at:
                 name = part.path.replace("\\", "/").rsplit("/", 1)[-1]
                 yield Mark(line=1, kind=EventKind.RESUME, message=f"the log goes on in {name}", step=None)
-            items = part.items(tally, mapping)
+            items = part.items(tally, mapping, bulk=bulk) if isinstance(part, FilePart) else part.items(tally, mapping)
             if self.rank is None:
                 yield from items
                 continue
             for item in items:
-                if item.rank == 0:
+                if not isinstance(item, Rows) and item.rank == 0:
                     item.rank = self.rank
                 yield item
 

@@ -68,6 +68,11 @@ def to_step(value: object) -> int | None:
     return number if 0 <= number < _MAX_STEP else None
 
 
+def checked_ns(ts_ns: int) -> int:
+    """The time, or 0 if it lies before 1970 or after 2262, where 64 bits end."""
+    return ts_ns if 0 <= ts_ns < 2**63 else 0
+
+
 def to_ts_ns(value: object) -> int:
     """Nanoseconds since 1970 from an ISO time (naive ones are read as UTC) or from seconds, milliseconds,
     microseconds or nanoseconds since 1970; 0 if it is neither."""
@@ -77,7 +82,7 @@ def to_ts_ns(value: object) -> int:
             return 0
         for limit, factor in ((1e11, 10**9), (1e14, 10**6), (1e17, 10**3), (1e20, 1)):
             if number < limit:
-                return int(number * factor)
+                return checked_ns(int(number * factor))
         return 0
     if not isinstance(value, str) or not 10 <= len(value) <= 40:
         return 0
@@ -88,6 +93,6 @@ def to_ts_ns(value: object) -> int:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     try:
-        return max(0, int(moment.timestamp() * 1e6) * 1000)
+        return checked_ns(int(moment.timestamp() * 1e6) * 1000)
     except (OverflowError, OSError):
         return 0

@@ -23,13 +23,25 @@ def _repeat(blob: bytes, _seed: int) -> bytes:
     return (unit * (len(blob) // len(unit) + 1))[: len(blob)]
 
 
-_MODES: Mapping[str, Callable[[bytes, int], bytes]] = {"noise": _noise, "zeros": _zeros, "repeat": _repeat}
+def _shuffle(blob: bytes, seed: int) -> bytes:
+    shuffled = bytearray(blob)
+    random.Random(seed).shuffle(shuffled)
+    return bytes(shuffled)
+
+
+_MODES: Mapping[str, Callable[[bytes, int], bytes]] = {
+    "noise": _noise,
+    "zeros": _zeros,
+    "repeat": _repeat,
+    "shuffle": _shuffle,
+}
 
 
 class BadShard(Fault):
     """The shard that `rank` visits at `step` is bad from its first byte up to the share `severity` of its length.
 
-    `mode`: noise (uniform random bytes), zeros, or repeat (its first 16 bytes again and again).
+    `mode`: noise (uniform random bytes), zeros, repeat (its first 16 bytes again and again), or shuffle (its own bytes
+    in random order, which no histogram shows).
     """
 
     name = "bad_shard"

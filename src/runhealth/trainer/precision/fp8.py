@@ -10,6 +10,7 @@ to see after it; gradients are clamped as well, because e5m2 would overflow to i
 on an accelerator each cast waits for its amax.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,13 +20,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HISTORY = 16
+_recomputing = False  # set while activation checkpointing runs a forward pass for the second time
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Casts within neither count nor enter a history: the tensor was counted when it was cast first."""
+    global _recomputing
+    before, _recomputing = _recomputing, True
+    try:
+        yield
+    finally:
+        _recomputing = before
 
 
 class DelayedScale(nn.Module):
     """The amax history, scale and counters of one tensor that is cast to fp8.
 
     `frozen` stops the history from being updated: real frameworks lose updates this way, and the `fp8_stale_amax`
-    fault injects it. The counters count since the module was made; `amax` and `amax_believed` are those of the last
+    fault injects it. `deferred` lets a scale stand for a whole step: the largest amax of all its casts enters the
+    history at `commit`. A step of several micro-batches, or one that computes activations twice, needs that. The
+    counters count since the module was made; `amax` and `amax_believed` are those of the last
     cast.
     """
 
@@ -37,6 +52,8 @@ class DelayedScale(nn.Module):
         self.dtype = dtype
         self.max = float(torch.finfo(dtype).max)
         self.frozen = False
+        self.deferred = False
+        self.pending = 0.0  # largest amax since the last commit
         self.overflow_count = 0
         self.underflow_count = 0
         self.elements = 0
@@ -65,15 +82,28 @@ class DelayedScale(nn.Module):
             self.elements += x.numel()
             self.amax, self.amax_believed = amax, believed
             if not self.frozen and math.isfinite(amax):
-                self.history.numpy()[int(self.cursor) % HISTORY] = amax
-                self.cursor += 1
+                if self.deferred:
+                    self.pending = max(self.pending, amax)
+                else:
+                    self._push(amax)
         return seen.mul_(1.0 / scale)
+
+    def commit(self) -> None:
+        """The step ends: what was deferred enters the history."""
+        if self.pending > 0 and not self.frozen:
+            self._push(self.pending)
+        self.pending = 0.0
+
+    def _push(self, amax: float) -> None:
+        self.history.numpy()[int(self.cursor) % HISTORY] = amax
+        self.cursor += 1
 
     def forget(self) -> None:
         """Empty the history; the next cast chooses its scale from the tensor itself."""
         self.history.zero_()
         self.cursor.zero_()
         self.frozen = False
+        self.pending = 0.0
 
     def stats(self) -> dict[str, Tensor | float]:
         """Counters since the module was made, amax and believed amax of the last cast."""
@@ -129,7 +159,7 @@ class Fp8Linear(nn.Module):
         if self.high_precision:
             return F.linear(x, self.weight)
         out: Tensor = _Fp8Matmul.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self, self.training and torch.is_grad_enabled()
+            x, self.weight, self, self.training and torch.is_grad_enabled() and not _recomputing
         )
         return out
 

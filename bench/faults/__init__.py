@@ -1,0 +1,1 @@
+"""The fault bench: small training runs with labelled faults, and what the diagnosis makes of their telemetry."""

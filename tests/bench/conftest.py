@@ -1,0 +1,8 @@
+"""The benches are no installed package: they are imported from the root of the repository."""
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
