@@ -73,6 +73,7 @@ def write(figures: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) ->
         "![delay from onset to alarm, by kind](images/bench-delays.svg)",
         "![recall and false alarms of rules](images/bench-rules.svg)",
         "",
+        *_what_costs(main),
         *_sections(figures),
         *_beside_real_ranks(),
     ]
@@ -103,6 +104,21 @@ def _about_the_bench() -> list[str]:
     )
     paragraphs = (setting, splits, words)
     return [line for paragraph in paragraphs for line in (*textwrap.wrap(paragraph, 118), "")]
+
+
+def _what_costs(figures: Mapping[str, Any]) -> list[str]:
+    """Kinds below the bars, from the figures, and what would tell them (docs/decisions/340)."""
+    low = [name for name, g in figures["kinds"].items() if g["top1"] is not None and g["top1"] < 0.85]
+    missed = [name for name, g in figures["kinds"].items() if g["detected"] < 0.85]
+    costs = (
+        f"Named in under 85 % of the detected runs: {', '.join(f'`{name}`' for name in low) or 'none'}. Detected in "
+        f"under 85 % of the runs: {', '.join(f'`{name}`' for name in missed) or 'none'}. What would tell them apart: "
+        "the share of non-finite inputs of a batch (`nan_batch`), the cosine of each rank's gradient with the mean "
+        "(`sdc_sign`), the gradient norm before and after the reduce on each rank (`sdc_reduce`, `sdc_exponent`), "
+        "the checksum of each layer where replicas differ, which is recorded (`sdc_weights`), Adam's betas in the "
+        "log (`wrong_beta2`). See docs/decisions/340-the-fault-bench.md."
+    )
+    return ["## What costs the bars", "", *textwrap.wrap(costs, 118, break_on_hyphens=False), ""]
 
 
 def _span(seeds: range) -> str:

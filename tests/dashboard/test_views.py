@@ -326,6 +326,14 @@ def test_a_failed_diagnosis_and_a_pending_one_are_said() -> None:
     )
 
 
+def test_notes_alone_do_not_head_the_page() -> None:
+    notes = report(*(finding(id=i, severity=Severity.INFO, remedy=Remedy(action="none")) for i in "ab"))
+    told = verdict_html(verdict(progress(), notes, NOW_NS, run="r", store=None), LIGHT, diagnosing=False)
+    assert "nothing at warning or above" in told
+    assert "2 minor notes below" in told
+    assert finding().code not in told
+
+
 # untrusted text
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from runhealth.diagnose.bank import DetectorBank
 from runhealth.storage.records import (
     BatchRecord,
     CheckpointRecord,
@@ -211,3 +212,14 @@ def source_of(records_of: Callable[..., list[Record]]) -> Callable[..., ListSour
 @pytest.fixture(scope="session")
 def list_source() -> type[ListSource]:
     return ListSource
+
+
+@pytest.fixture(autouse=True)
+def _crashes_of_detectors_are_errors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of tests a detector that raises is left out and named; here it fails the test."""
+    if request.node.get_closest_marker("crashing_detectors") is None:
+
+        def leave_out(_: DetectorBank, name: str, error: Exception) -> None:
+            raise AssertionError(f"detector {name} raised") from error
+
+        monkeypatch.setattr(DetectorBank, "leave_out", leave_out)

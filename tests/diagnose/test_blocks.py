@@ -17,7 +17,7 @@ from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame, FrameAssembler
 from runhealth.diagnose.robust import Baseline
 from runhealth.diagnose.service import diagnose, verdict_hash
-from runhealth.diagnose.windows import Ahead, settled, take
+from runhealth.diagnose.windows import Ahead, settled, take, take_looking
 from runhealth.storage.blocks import BatchColumns, Column, LayerColumns, StepBlock
 from runhealth.storage.records import (
     BatchRecord,
@@ -279,12 +279,25 @@ def batches_of(rng, n, width):
     return BatchColumns(
         row=row, rank=rank, micro_batch=batch, ts_ns=10**15 + row, shards=shards,
         shard_names=tuple(f"{i:04d}" for i in range(16)), first_sample=row, last_sample=row + 15,
-        samples=np.full(size, 16), content_hash=[None] * size,
+        samples=np.full(size, 16), content_hash=hashes_of(np.random.default_rng([size, start]), size),
         shard_hash=[(2**63 + 5 if b and kind == "hash" else 7) if k else None for b, k in zip(bad, known, strict=True)],
         manifest_hash=[7] * size,
         columns={"token_entropy": column(entropy), "token_unique_share": column(unique, rng.random(size) < 0.9),
                  "label_mismatch_share": column(np.zeros(size))},
     )  # fmt: skip
+
+
+def hashes_of(rng, size):
+    """Of batches that are known or not, with a stretch that is read again."""
+    if rng.random() < 0.3:
+        return [None] * size
+    hashes = (2**63 + np.arange(size, dtype=np.uint64)).tolist()
+    start, stop = sorted(rng.integers(0, size, 2).tolist())
+    if rng.random() < 0.5:
+        hashes[start : start + 40] = hashes[: len(hashes[start : start + 40])]
+    if rng.random() < 0.3:
+        hashes[start:stop] = [None] * (stop - start)
+    return hashes
 
 
 def layers_of(rng, n, width):
@@ -444,6 +457,25 @@ def test_a_baseline_ahead_says_what_it_says_when_values_are_pushed(seed):
             found = zip(ahead.center().tolist(), ahead.sigma().tolist(), ahead.quantile(0.95).tolist(), strict=True)
             assert list(found) == said
         take(other, values)
+        assert plain(other) == plain(one)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_baseline_that_is_looked_at_now_and_then(seed):
+    rng = np.random.default_rng(seed)
+    one, other = (Baseline(64, least=8, every=int(every)) for every in [rng.choice([1, 4, 16])] * 2)
+    for baseline in (one, other):
+        take(baseline, np.random.default_rng(seed).normal(size=100))
+    for _ in range(6):
+        values = rng.normal(1, 0.1, int(rng.integers(1, 200)))
+        looks = np.flatnonzero(rng.random(len(values)) < rng.choice([0.02, 0.3, 1.0]))
+        ahead, said = Ahead(other, values, looks), []
+        for i, value in enumerate(values.tolist()):
+            if i in looks:
+                said.append((one.center, one.sigma))
+            one.push(value)
+        assert list(zip(ahead.center()[looks].tolist(), ahead.sigma()[looks].tolist(), strict=True)) == said
+        take_looking(other, values, looks)
         assert plain(other) == plain(one)
 
 

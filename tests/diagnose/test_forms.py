@@ -93,6 +93,18 @@ def test_html_draws_every_curve_with_its_incidents(spiked):
     assert "onset 300" in page
 
 
+def test_what_a_later_attempt_healed_is_not_marked_over_its_steps(spiked):
+    onset = spiked.findings[0].onset_step
+    bare = replace(spiked, findings=tuple(replace(f, details={}) for f in spiked.findings))  # no zooms
+    first = replace(bare.attempts[0], last_step=onset + 20)
+    later = replace(first, attempt=first.attempt + 1, first_step=onset - 10, last_step=bare.last_step)
+    widths = []
+    for attempts in (bare.attempts, (first, later)):
+        page = html.render([replace(bare, attempts=attempts)])
+        widths.append(max(float(w) for w in re.findall(r'class="band error" [^>]*?width="([0-9.]+)"', page)))
+    assert widths[1] < widths[0] / 2
+
+
 def test_html_of_several_sources_holds_all(spiked, source_of):
     clean = diagnose(source_of(seed=161))
     page = Page(html.render([spiked, clean]))

@@ -179,6 +179,56 @@ def test_replicas_apart(seed):
     assert verdict(made(hit, seed=seed), told("replica_desync", "param_checksum")) != "replica_desync"
 
 
+def with_layers(frames, differing, *, odd=3, first=ONSET, every=1, layers=6):
+    """Checksums of each layer on each rank; `differing` layers of rank `odd` are other ones from `first` on."""
+    for frame in frames:
+        if frame.step % every == 0:
+            for rank in frame.ranks:
+                for i in range(layers):
+                    apart = 0.5 * (rank == odd and i < differing and frame.step >= first)
+                    values = {"param_checksum": 100 * frame.step + i + apart}
+                    frame.layers.append(
+                        LayerSample(attempt=0, step=frame.step, rank=rank, layer=f"b{i}", ts_ns=0, values=values)
+                    )
+            frame.seal()
+    return frames
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("every", [1, 5])
+def test_one_layer_of_a_replica_or_all_of_them(seed, every):
+    apart = since(ONSET, "param_checksum", lambda v: v + 0.5, rank=3)
+    alarm = told("replica_desync", "param_checksum")
+    results, name = judged(with_layers(made(apart, seed=seed), 1, every=every), alarm)
+    assert name == "silent_corruption"
+    assert ("b0",) in {e.layers for r in results if r.suspect == name for e in r.evidence}
+    assert verdict(with_layers(made(apart, seed=seed), 6, every=every), alarm) == "replica_desync"
+    # of two layers, or half of them, neither is said: what the sum alone tells stands
+    for differing, layers in ((1, 2), (2, 2), (3, 6)):
+        frames = with_layers(made(apart, seed=seed), differing, every=every, layers=layers)
+        assert [r.probability for r in judged(frames, alarm)[0]] == pytest.approx(
+            [r.probability for r in judged(made(apart, seed=seed), alarm)[0]]
+        )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_replicas_only_their_past_names_one(seed, odd):
+    alarm = told("replica_desync", "param_checksum")
+
+    def ranks_of(*changes):
+        apart = since(ONSET, "param_checksum", lambda v: v + 0.5, rank=odd)
+        results, name = judged(made(both(apart, *changes), seed=seed, ranks=2), alarm)
+        best = next(r for r in results if r.suspect == name)
+        return name, {e.ranks for e in best.evidence if e.weight_nats > 0}
+
+    assert ranks_of() == ("replica_desync", {()})
+    still = since(ONSET, "param_checksum", lambda _v: ONSET - 1, rank=odd)
+    assert ranks_of(still) == ("replica_desync", {(), (odd,)})
+    name, ranks = ranks_of(since(ONSET + 1, "loss", lambda v: 3 * v, rank=odd))
+    assert (name, ranks) == ("silent_corruption", {(), (odd,)})
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_update_is_applied(seed):
     still = since(ONSET, "param_checksum", lambda _v: 7)

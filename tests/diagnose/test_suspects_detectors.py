@@ -8,8 +8,9 @@ import pytest
 
 from runhealth.diagnose.batches import BatchHabit
 from runhealth.diagnose.detector import detector_classes
+from runhealth.diagnose.engine import Engine
 from runhealth.diagnose.frames import Frame
-from runhealth.storage.records import BatchRecord, LayerSample
+from runhealth.storage.records import BatchRecord, LayerSample, StepRecord
 
 CLASSES = {cls.name: cls for cls in detector_classes()}
 SEEDS = (100, 101, 102)
@@ -106,6 +107,35 @@ def test_replicas_that_part_and_shards_that_never_agreed():
 
     (alarm,) = run("replicas", rows_of(pair))
     assert (alarm.kind, alarm.step) == ("replica_desync", ONSET)
+
+
+def desyncs_of_resumed(checksum, *, at=40, back=30, stop=60, every=1):
+    """A run of four ranks that is resumed from step `back` after `at` steps, through the engine; its desync facts."""
+    engine = Engine(suspects=[])
+    for attempt, steps in ((0, range(at)), (1, range(back, stop))):
+        for step in steps:
+            for rank in range(4):
+                values = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}
+                if step % every == 0:
+                    values["param_checksum"] = float(checksum(attempt, step, rank))
+                engine.feed_quietly(StepRecord(attempt=attempt, step=step, rank=rank, ts_ns=step, values=values))
+    return [finding for finding in engine.finish() if finding.kind == "replica_desync"]
+
+
+@pytest.mark.parametrize("parts", [30, 31, 33])  # with the first, the second and the fourth step after the resume
+@pytest.mark.parametrize("every", [1, 3])
+def test_replicas_that_part_right_after_a_resume(parts, every):
+    (found,) = desyncs_of_resumed(lambda a, s, r: 10 * s + 0.5 * (a == 1 and r == 2 and s >= parts), every=every)
+    assert (found.attempt, found.ranks) == (1, (2,))
+    assert found.onset_step <= parts < found.onset_step + every
+    assert desyncs_of_resumed(lambda a, s, _r: 10 * s + a, every=every) == []
+
+
+@pytest.mark.parametrize("layouts", [(1, 4), (4, 1), (2, 4), (1, 2), (4, 2)])
+def test_a_resume_in_another_layout_is_no_desync(layouts):
+    assert desyncs_of_resumed(lambda a, s, r: 10 * s + r * layouts[a] // 4) == []
+    (found,) = desyncs_of_resumed(lambda a, s, r: 10 * s + r * layouts[a] // 4 + 0.5 * (s == 50 and r == 0)) or (None,)
+    assert (found is None) == (layouts[1] == 4)  # there is nothing to compare where each rank has its own part
 
 
 @pytest.mark.parametrize(("field", "value"), [("grad_norm", 0.0), ("lr", 0.0), ("step_skipped", 1)])

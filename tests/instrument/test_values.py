@@ -299,7 +299,7 @@ def test_global_numbers_are_written_by_rank_0_only(monitor_for: Make, log, monke
         monitor.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert log.steps[0].rank == 1
-    assert {n for n in log.steps[0].values if not n.startswith(("t_", "mem_"))} == {"loss", "dropped"}
+    assert {n for n in log.steps[0].values if not n.startswith(("t_", "mem_"))} == {"loss", "dropped", "param_checksum"}
 
 
 def test_events_and_checkpoints_are_written_at_once(monitor_for: Make, log) -> None:  # type: ignore[no-untyped-def]

@@ -114,6 +114,29 @@ def test_mistakes_are_named(agent: Agent, tmp_path: Path, store: Store, run: Run
         NodeLog.open(store.claim_attempt(run, "first").path, 3)
 
 
+def test_a_socket_is_taken_over_only_from_an_agent_that_is_gone(
+    agent: Agent, tmp_path: Path, store: Store, run: RunInfo
+) -> None:
+    log = NodeLog.open(store.claim_attempt(run, "first").path, 4)
+    with pytest.raises(StoreError, match="another agent listens there"):
+        Agent(lambda _: log, agent.path)
+    with AgentLog(agent.path, 0, 0) as rank:  # the first one is as it was
+        rank.append([step(0)])
+    mine = tmp_path / "model.pt"
+    mine.write_text("weights")
+    with pytest.raises(StoreError, match="met something else; it was left alone"):
+        Agent(lambda _: log, str(mine))
+    assert mine.read_text() == "weights"
+    dead = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(dead))
+    second = Agent(lambda _: log, str(dead))
+    dead.unlink()
+    dead.write_text("somebody else's")
+    second.close()
+    assert dead.read_text() == "somebody else's"
+
+
 def test_a_full_disk_is_told_to_the_rank_and_survived(
     agent: Agent, run: RunInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,17 +1,24 @@
 """Store: names, claims, resolving, remote roots, and clear messages."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runhealth.storage.errors import AmbiguousRunError, RunNotFoundError, StoreError
+from runhealth.storage.publish import Publisher
 from runhealth.storage.ranklog import RankLog
-from runhealth.storage.records import StepRecord
+from runhealth.storage.reader import RunReader
+from runhealth.storage.records import Record, StepRecord
 from runhealth.storage.store import RunInfo, Store
+from runhealth.storage.writers import writers_of
+
+OneStep = Callable[..., list[Record]]
 
 
 def test_creating_twice_gives_the_first_run(store: Store) -> None:
@@ -40,6 +47,50 @@ def test_resolving(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Store(str(tmp_path / "elsewhere")).resolve("beta").path == f"{store.root}/beta"
     with pytest.raises(AmbiguousRunError, match=r"'alp' fits 2 runs.*alpha, alpha-2"):
         store.resolve("alp")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"created_ns": Infinity}', '{"created_ns": ' + "9" * 5_000 + "}"])
+def test_a_hostile_run_json_is_reported_and_hides_no_other_run(store: Store, text: str) -> None:
+    good = store.create_run("good")
+    bad = store.create_run("bad")
+    (Path(bad.path) / "run.json").write_text(text)
+    found = {run.name: run.problem for run in store.runs()}
+    assert found[good.name] == ""
+    assert "run.json is damaged" in found["bad"]
+
+
+def test_a_run_json_that_cannot_be_opened_hides_no_other_run(store: Store) -> None:
+    good, bad = store.create_run("good"), store.create_run("bad")
+    (Path(bad.path) / "run.json").unlink()
+    (Path(bad.path) / "run.json").mkdir()
+    found = {run.name: run.problem for run in store.runs()}
+    assert found[good.name] == ""
+    assert "run.json: Is a directory" in found["bad"]
+
+
+def test_a_folder_that_is_no_attempt_is_not_read_as_one(store: Store, run: RunInfo, one_step: OneStep) -> None:
+    with RankLog.create(store.claim_attempt(run, "k").path, 0) as log:
+        log.append(one_step(0))
+    (Path(run.path) / "log" / "a1x").mkdir()
+    (Path(run.path) / "log" / "a2_").mkdir()
+    (Path(run.path) / "log" / "a99999999999999999999").mkdir()
+    claim = Path(run.path) / "log" / "a000" / "claim.json"
+    claim.write_text(json.dumps({"created_ns": 1e300, "pid": 10**30, "host": ["x"], "launch_key": {}}))
+    Publisher(run.path).publish(seal=True)
+    with RunReader.open(run.path) as reader:
+        assert reader.sql("SELECT count(*) AS n FROM attempts")["n"].to_list() == [1]
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_a_segment_holds_no_reader_up(store: Store, run: RunInfo, one_step: OneStep) -> None:
+    attempt = Path(store.claim_attempt(run, "k").path)
+    with RankLog.create(str(attempt), 0) as log:
+        log.append(one_step(0))
+    (attempt / "r00001").mkdir()
+    os.mkfifo(attempt / "r00001" / "000000.rlog")
+    assert writers_of(run.path) is not None
+    with RunReader.open(run.path) as reader:
+        assert {record.rank for record in reader.records()} == {0}
 
 
 def test_an_unknown_run_names_the_nearest_and_the_store(store: Store) -> None:

@@ -203,6 +203,19 @@ def save_on_a_full_disk(rank: int, base: str) -> Any:
 
 
 @job
+def save_beyond_the_file_limit(rank: int, base: str) -> Any:
+    """Rank 1 may write files of 4 kB only, and saves one of 80 kB: a short write in the middle of a tensor."""
+    import resource
+
+    from runhealth.trainer.async_save import save
+
+    state = {"trainer.step": torch.tensor(1), f"local.r{rank:05d}.x": torch.arange(20_000.0) + rank}
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, resource.RLIM_INFINITY))
+    return save(base, state, step=1, attempt=0)
+
+
+@job
 def scaled_overflow(rank: int, config: TrainConfig, bad_rank: int) -> dict[str, Any]:
     """Two steps of which one rank's gradient is infinite in the first: whether each rank's weights moved, and the
     scale after each step."""

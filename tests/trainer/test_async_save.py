@@ -130,6 +130,12 @@ def test_a_full_disk_on_one_rank_is_reported_by_all_and_leaves_nothing(run: Run,
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+def test_a_write_that_falls_short_is_reported_as_the_disk_said_it(run: Run, tmp_path: Path):
+    for outcome in run(2, "save_beyond_the_file_limit", str(tmp_path)).values():
+        assert outcome.error.endswith("rank 1: File too large")
+    assert checkpoints.committed(str(tmp_path)) == []
+
+
 # -------------------------------------------------------------------------------------------------------- in a real run
 
 

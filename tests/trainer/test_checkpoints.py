@@ -153,6 +153,13 @@ def test_retiring_keeps_the_newest_finite_ones_and_the_needed(tmp_path: Path):
     assert checkpoints.retire(str(tmp_path), 2, needed=[name(100)]) == [name(300)]
 
 
+def test_a_damaged_manifest_of_an_old_generation_stops_no_retiring(tmp_path: Path):
+    folders = [make(tmp_path, step) for step in (100, 200, 300, 400)]
+    (folders[2] / checkpoints.MANIFEST).write_text("garbage")
+    assert checkpoints.retire(str(tmp_path), 3) == []  # it is none of the three that stay
+    assert checkpoints.retire(str(tmp_path), 2) == ["checkpoints/step-00000100"]
+
+
 def tensors(folder: Path) -> dict[str, bytes]:
     """Every tensor of a checkpoint as bytes, read with the safe reader in this process."""
     import warnings

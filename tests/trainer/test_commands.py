@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from runhealth.cli import main
-from runhealth.storage.errors import ConfigError
+from runhealth.storage.errors import ConfigError, MissingExtraError
 from runhealth.storage.store import Store
 from runhealth.trainer import recipes
 from runhealth.trainer.commands import _new_run, add_train_arguments, run_train
@@ -17,6 +17,22 @@ def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     add_train_arguments(parser)
     return run_train(parser.parse_args(arguments))
+
+
+def test_too_many_nodes_leave_no_run_behind(tmp_path):
+    with pytest.raises(ConfigError, match="--nodes: expected at most one a rank, 2, met 9"):
+        call("--recipe", "demo", "--nodes", "9", "--store", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_said_before_a_run_is_created(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name))
+    with pytest.raises(MissingExtraError, match="pip install --no-deps torchao"):
+        call("--recipe", "fp8_torchao", "--store", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

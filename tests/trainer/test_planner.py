@@ -242,6 +242,15 @@ def test_a_batch_that_is_too_small_is_said_a_stop_at_a_time_or_refused() -> None
         walk(Job(shape=preset("llama-2-7b"), seq_len=4096, batch_tokens=4096), Cluster(nodes=512))
 
 
+def test_gpus_that_share_no_batch_equally_are_told_which_batch_they_share() -> None:
+    cluster = Cluster(gpus_per_node=7)
+    with pytest.raises(ConfigError, match=r"expected as many sequences for every replica.*4186112 or 4214784") as met:
+        walk(Job(shape=preset("llama-2-7b"), seq_len=4096, batch_tokens=2**22), cluster)
+    assert "at least one sequence" not in str(met.value)
+    for tokens in (4_186_112, 4_214_784):
+        assert walk(Job(shape=preset("llama-2-7b"), seq_len=4096, batch_tokens=tokens), cluster).stops[0].looked_at
+
+
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("80GiB", 80 * 2**30), ("1.5tb", 1.5e12), ("42", 42.0)])
 def test_sizes(text: str, size: float) -> None:
     assert parse_bytes(text) == size
@@ -282,6 +291,10 @@ def test_the_command_says_when_nothing_fits_and_exits_1(capsys: pytest.CaptureFi
         ["--params", "12"],
         ["--params", "7e9", "--gpu-memory", "x"],
         ["--params", "7e9", "--batch-tokens", "10"],
+        ["--params", "7e9", "--batch-tokens", "1e308"],
+        ["--params", "1e308", "--nodes", "64"],
+        ["--params", "7e9", "--gpu-memory", "1e400GB"],
+        ["--params", "7e9", "--peak-tflops", "1e300"],
     ],
 )
 def test_numbers_that_cannot_be_are_usage_errors(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -293,12 +293,54 @@ def damaged(run: RunInfo) -> None:
         ({"skip": (SkipRange(shard="0001", first_sample=0, last_sample=999),)}, "expected samples below 127"),
         ({"repairs": (Repair(kind="reset_loss_scale"),)}, "no loss scale"),
         ({"repairs": (Repair(kind="lower_clip_threshold"),)}, "expected a value > 0"),
+        ({"incident": "i" * 201}, "of at most 200 bytes"),
+        (
+            {"skip": tuple(SkipRange(shard=f"{i:04d}", first_sample=0, last_sample=126) for i in range(8))},
+            "nothing is left to train on",
+        ),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(tiny: TrainConfig, saved: RunInfo, changes: dict[str, object], message: str):
     check(saved, plan_for(20), tiny)
     with pytest.raises(PlanError, match=message):
         check(saved, plan_for(20, **changes), tiny)
+
+
+def test_numbers_of_a_plan_are_finite():
+    text = plan_for(20, repairs=(Repair(kind="lower_clip_threshold", value=float("inf")),)).dumps()
+    with pytest.raises(PlanError, match=r"repairs\[0\]: expected value as a finite number, met inf"):
+        RollbackPlan.loads(text)
+
+
+@pytest.mark.timeout(20)
+def test_only_plain_files_wait_to_be_applied(saved: RunInfo):
+    plans = Path(saved.path) / "plans"
+    plans.mkdir()
+    os.mkfifo(plans / "pipe.apply.json")
+    (plans / "nowhere.apply.json").symlink_to(plans / "gone")
+    (plans / "real.apply.json").write_text("{}")
+    assert [path.name for path in rollback.pending(saved.path)] == ["real.apply.json"]
+
+
+def test_a_plan_that_the_disk_does_not_take_is_set_aside_and_changes_nothing(
+    store: Store, saved: RunInfo, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    supervisor = Supervisor(store, saved, say=said.append)
+    path = Path(saved.path) / "plans" / "a0-s50.apply.json"
+    path.parent.mkdir()
+    path.write_text(plan_for(20).dumps())
+
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("runhealth.trainer.launch.write_whole", full)
+    assert supervisor._apply_pending(path) is None
+    assert supervisor._apply_pending(path) is None  # it is not tried ten times a second
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert supervisor.state == RunState()
+    assert path.exists()
 
 
 def test_a_plan_to_a_damaged_checkpoint_is_refused_before_anything_stops(tiny: TrainConfig, saved: RunInfo):

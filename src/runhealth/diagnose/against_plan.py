@@ -4,7 +4,6 @@ The plan is the answer of `runhealth plan --run NAME --json` in the run's folder
 records, so it is made last and by itself.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from runhealth.diagnose.history import History
 from runhealth.diagnose.robust import median
 from runhealth.diagnose.verdicts import fact_of
 from runhealth.storage.errors import StoreError
+from runhealth.storage.jsontext import parse_json
 
 PLAN_FILE = "plan.json"
 FRAMES = 256  # newest frames whose medians are compared
@@ -85,7 +85,7 @@ def _median(frames: Sequence[Frame], signal: str) -> float | None:
 def _planned(run_path: str) -> Mapping[str, Any] | None:
     path = Path(run_path) / PLAN_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
         recommended = raw["recommended"]
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -1,7 +1,6 @@
 """Handing a rollback plan to the run: which plan, whether it may be applied, where a supervisor looks for it."""
 
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import PlanError, StoreError
+from runhealth.storage.jsontext import parse_json
 
 PLANS = "plans"
 APPLY, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
@@ -127,7 +127,7 @@ def live_supervisor(run_path: str) -> int | None:
     """The process id of the run's supervisor if one is at work: it holds the lock as long as it lives."""
     root = Path(run_path)
     try:
-        pid = int(json.loads((root / "supervisor.json").read_text(encoding="utf-8"))["pid"])
+        pid = int(parse_json((root / "supervisor.json").read_text(encoding="utf-8"))["pid"])
         with open(root / "supervisor.lock", "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

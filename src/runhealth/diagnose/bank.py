@@ -13,12 +13,17 @@ REPLAY_FRAMES = 256  # frames before a restart that rebuild the detectors' basel
 
 
 class DetectorBank:
-    """One of each detector. A detector is asked once a signal that it reads has been met."""
+    """One of each detector. A detector is asked once a signal that it reads has been met.
+
+    One that raises is left out from then on, and named in `crashed` with its error: a fault of ours must not cost the
+    user what all the others have to say.
+    """
 
     def __init__(self) -> None:
         self._classes = {cls.name: cls for cls in detector_classes()}
         self.detectors: dict[str, Detector] = {name: cls() for name, cls in self._classes.items()}
-        self._asked: list[Callable[[Frame], list[Alarm]]] = []
+        self.crashed: dict[str, str] = {}
+        self._asked: list[tuple[str, Callable[[Frame], list[Alarm]]]] = []
         self._met = -1
         self.bind(set())
 
@@ -26,13 +31,17 @@ class DetectorBank:
         """`met`: all signals met so far. Call it before `update` whenever it may have grown."""
         if len(met) != self._met:
             self._met = len(met)
-            self._asked = [d.update for d in self.detectors.values() if _reads(d, met)]
+            self._asked = [(name, d.update) for name, d in self.detectors.items() if _reads(d, met)]
 
     def update(self, frame: Frame) -> list[Alarm]:
         """In the order of the detectors' names."""
         alarms: list[Alarm] = []
-        for update in self._asked:
-            raised = update(frame)
+        for name, update in self._asked:
+            try:
+                raised = update(frame)
+            except Exception as error:  # noqa: BLE001
+                self.leave_out(name, error)
+                continue
             if raised:
                 alarms.extend(raised)
         return alarms
@@ -40,10 +49,13 @@ class DetectorBank:
     def update_block(self, block: FrameBlock, met: set[str]) -> dict[int, list[Alarm]]:
         """Row -> alarms as `update` returns them, ascending. `met`: all signals met before the block."""
         found: list[tuple[int, Alarm]] = []
-        for detector in self.detectors.values():
-            start = 0 if _reads(detector, met) else block.first(detector.reads)
-            if start is not None:
-                found.extend((start + row, alarm) for row, alarm in detector.update_block(block.part(start)))
+        for name, detector in tuple(self.detectors.items()):
+            try:
+                start = 0 if _reads(detector, met) else block.first(detector.reads)
+                if start is not None:
+                    found.extend([(start + row, alarm) for row, alarm in detector.update_block(block.part(start))])
+            except Exception as error:  # noqa: BLE001
+                self.leave_out(name, error)
         found.sort(key=itemgetter(0))  # stable: within a row the order of the detectors stays
         rows: dict[int, list[Alarm]] = {}
         for row, alarm in found:
@@ -55,25 +67,39 @@ class DetectorBank:
         the attempt before have left to say."""
         said: list[Alarm] = []
         for name, cls in self._classes.items():
-            if cls.replay:
-                said.extend(self.detectors[name].finish())
-                detector = self.detectors[name] = cls()
-                for old in before[-REPLAY_FRAMES:]:
-                    detector.update(old)
+            if cls.replay and name in self.detectors:
+                try:
+                    said.extend(self.detectors[name].finish())
+                    detector = self.detectors[name] = cls()
+                    for old in before[-REPLAY_FRAMES:]:
+                        detector.update(old)
+                except Exception as error:  # noqa: BLE001
+                    self.leave_out(name, error)
         self._met = -1
         self.bind(met)
         return said
 
     def finish(self) -> Iterable[list[Alarm]]:
-        for detector in self.detectors.values():
-            yield detector.finish()
+        for name, detector in tuple(self.detectors.items()):
+            try:
+                yield detector.finish()
+            except Exception as error:  # noqa: BLE001
+                self.leave_out(name, error)
+
+    def leave_out(self, name: str, error: Exception) -> None:
+        self.crashed[name] = f"{type(error).__name__}: {error}"
+        del self.detectors[name]
+        self._asked = [asked for asked in self._asked if asked[0] != name]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: detector.state_dict() for name, detector in self.detectors.items()}
+        states = {name: detector.state_dict() for name, detector in self.detectors.items()}
+        return {"states": states, "crashed": dict(self.crashed)}
 
     def load_state_dict(self, state: Mapping[str, Any], met: set[str]) -> None:
+        self.crashed = dict(state["crashed"])
+        self.detectors = {name: cls() for name, cls in self._classes.items() if name not in self.crashed}
         for name, detector in self.detectors.items():
-            detector.load_state_dict(state[name])
+            detector.load_state_dict(state["states"][name])
         self._met = -1
         self.bind(met)
 

@@ -8,7 +8,6 @@ names the commit and the base seeds it comes from. It is applied with plain arit
   given by `knots`, and the others are scaled so that all add to 1.
 """
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from runhealth.storage.jsontext import parse_json
 
 VERSION = 1
 
@@ -67,7 +68,7 @@ class Calibration:
 def parse(text: str, where: str) -> Calibration:
     """Raises ValueError for another version or a field that is missing or of a wrong type."""
     try:
-        raw: Any = json.loads(text)
+        raw: Any = parse_json(text)
         if not isinstance(raw, dict):
             raise TypeError(f"expected an object, met {type(raw).__name__}")
         if raw.get("version") != VERSION:

@@ -79,29 +79,15 @@ class Case:
         return found
 
     def _find(self, signal: str) -> bool:
+        frames = self.frames
         if signal.startswith(LAYER_PREFIX):
-            return signal.removeprefix(LAYER_PREFIX) in self._layer_signals
+            name = signal.removeprefix(LAYER_PREFIX)
+            return any(name in sample.values for frame in frames for sample in frame.layers)
         if signal in NAN_TELLS:
-            of_step = any(frame.get(signal) is not None for frame in self.frames)
+            of_step = any(frame.get(signal) is not None for frame in frames)
         else:
-            of_step = any(frame.largest(signal) is not None for frame in self.frames)
-        return of_step or signal in self._batch_signals
-
-    @cached_property
-    def _batch_signals(self) -> set[str]:
-        found: set[str] = set()
-        for frame in self.frames:
-            for batch in frame.batches:
-                found.update(batch.values)
-                if batch.shard_hash is not None and batch.manifest_hash is not None:
-                    found.add("shard_hash")
-                if batch.shard:
-                    found.add("shard")
-        return found
-
-    @cached_property
-    def _layer_signals(self) -> set[str]:
-        return {name for frame in self.frames for sample in frame.layers for name in sample.values}
+            of_step = any(frame.largest(signal) is not None for frame in frames)
+        return of_step or any(_tells(batch, signal) for frame in frames for batch in frame.batches)
 
     def between(self, first: int, last: int) -> list[Frame]:
         """The incident's own frames of these steps; those of earlier attempts serve as baseline only."""
@@ -140,3 +126,9 @@ class Case:
 
     def layers(self, first: int, last: int) -> list[LayerSample]:
         return [sample for frame in self.between(first, last) for sample in frame.layers]
+
+
+def _tells(batch: BatchRecord, signal: str) -> bool:
+    if signal == "shard_hash" and batch.shard_hash is not None and batch.manifest_hash is not None:
+        return True
+    return signal in batch.values or (signal == "shard" and bool(batch.shard))

@@ -26,7 +26,7 @@ from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
 from runhealth.diagnose.tracked import CAUSAL_KINDS, Tracked
-from runhealth.diagnose.verdicts import findings_of, merge
+from runhealth.diagnose.verdicts import findings_of, healed_summary, merge
 from runhealth.storage.blocks import StepBlock
 from runhealth.storage.errors import PlanError
 from runhealth.storage.records import (
@@ -126,6 +126,9 @@ class Engine:
     def report(self, source: SourceInfo) -> Report:
         """Everything known so far. Before `finish()`, open incidents are judged as they stand."""
         history = self._history
+        if self._bank.crashed:
+            notes = (f"detector {name} failed and was left out ({why})" for name, why in self._bank.crashed.items())
+            source = replace(source, notes=(*source.notes, *notes))
         steps = list(history.attempts())
         return Report(
             source=source,
@@ -360,7 +363,7 @@ class Engine:
                 return replace(
                     finding,
                     severity=Severity.INFO if brief else finding.severity,
-                    summary=f"{finding.summary} Attempt {attempt} passed these steps without it.",
+                    summary=healed_summary(finding.summary, attempt),
                     details={**finding.details, "healed_by_attempt": attempt},
                 )
         return finding

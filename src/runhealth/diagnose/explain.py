@@ -307,7 +307,12 @@ def nearest(topic: str) -> list[str]:
 def checked_kinds() -> tuple[str, ...]:
     """The kinds that are looked for, in the order of their codes; the other codes are reserved."""
     looked_for = {kind for detector in detector_classes() for kind in detector.kinds}
-    looked_for |= {"crash", "checkpoint_corrupt", "low_mfu"}  # told by events, checkpoint records, the plan of a run
+    looked_for |= {
+        "crash",
+        "out_of_memory",
+        "checkpoint_corrupt",
+        "low_mfu",
+    }  # told by events, checkpoint records, the plan of a run
     return tuple(kind for kind in CODES if kind in looked_for)
 
 

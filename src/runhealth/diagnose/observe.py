@@ -16,10 +16,18 @@ from runhealth.diagnose.robust import Baseline, median
 from runhealth.storage.records import LayerSample
 
 LEAD_STEPS = 32  # a cause shows itself at most so long before the loss
+LEAD_ROWS = 4  # or so many rows, where a log has one only every so many steps
 RANK_FRAMES = 32  # frames that tell how far ranks usually lie apart
+OWN_SIGMA, OWN_LOG = 6.0, 0.3  # a rank's value left its own past
 TRIANGLE = 1.02  # |mean g| is at most mean |g|; the rest is rounding
 
 Reader = Callable[[Frame], float | int | None]
+
+
+def lead_from(case: Case, steps: int = LEAD_STEPS) -> int:
+    """The first step that may hold the cause of what the loss did: `steps` before it, and at least `LEAD_ROWS` rows."""
+    rows = case.between(0, case.loss_step - 1)[-LEAD_ROWS:]
+    return min([case.loss_step - steps, *(frame.step for frame in rows)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +132,32 @@ def odd_rank(by_rank: dict[int, float]) -> Odd | None:
         log_ratio=logs[rank] - others,
         next_ratio=away[1][0],
     )
+
+
+def left_own_past(case: Case, frame: Frame, signal: str) -> int | None:
+    """The one rank whose value left that rank's own past (by 6 sigma and 1.35 x); None where none did, or several. Of
+    two ranks that differ, nothing else tells which is the odd one."""
+    left = []
+    for rank, value in frame.per_rank(signal).items():
+        past = [v for f in case.before[-RANK_FRAMES:] if (v := f.per_rank(signal).get(rank)) is not None]
+        habit = Baseline(RANK_FRAMES, least=8, floor=OWN_LOG / OWN_SIGMA)
+        habit.extend(math.log(v) for v in past if v > 0 and math.isfinite(v))
+        if not habit.ready or not (value > 0 and math.isfinite(value)):
+            return None
+        if abs(math.log(value) - habit.center) > OWN_SIGMA * habit.sigma:
+            left.append(rank)
+    return left[0] if len(left) == 1 else None
+
+
+def odd_of_two(case: Case, frame: Frame, signal: str) -> Odd | None:
+    """As `odd_rank` of two ranks, told by their own past; None where that does not tell."""
+    rank = left_own_past(case, frame, signal)
+    by_rank = {r: float(v) for r, v in frame.per_rank(signal).items()}
+    if rank is None or len(by_rank) != 2:
+        return None
+    (others,) = (value for r, value in by_rank.items() if r != rank)
+    ratio = math.log(by_rank[rank] / others)
+    return Odd(rank=rank, value=by_rank[rank], others=others, log_ratio=ratio, next_ratio=abs(ratio) / 2)
 
 
 def rank_spread(case: Case, signal: str, *, share: float = 0.98) -> float:

@@ -5,11 +5,13 @@ because a plan may come from another machine.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from runhealth.storage.errors import PlanError
+from runhealth.storage.jsontext import parse_json
 
 SCHEMA_VERSION = 1
 
@@ -96,7 +98,7 @@ class RollbackPlan:
             PlanError: not JSON, another schema version, a missing or unknown field, a wrong type, an unknown repair.
         """
         try:
-            raw = json.loads(text)
+            raw = parse_json(text)
         except ValueError as error:
             raise PlanError(f"{where}: expected a rollback plan as JSON, met {error}") from error
         if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
@@ -153,6 +155,8 @@ def _checked(owner: type, raw: object, where: str) -> dict[str, Any]:
         allowed = _TYPES.get(str(name))
         if allowed and (not isinstance(value, allowed) or isinstance(value, bool)):
             raise PlanError(f"{where}: expected {key} as {name}, met {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PlanError(f"{where}: expected {key} as a finite number, met {value}")
     return dict(raw)
 
 

@@ -70,6 +70,14 @@ def distinct(signal: str, attempt: int, step: int) -> str:
     return f"SELECT count(DISTINCT {identifier(signal)}) FROM steps WHERE attempt = {attempt} AND step = {step}"
 
 
+def distinct_layer(signal: str, attempt: int, step: int, layer: str) -> str:
+    """How many different values the ranks have of a layer at a step."""
+    return (
+        f"SELECT count(DISTINCT {identifier(signal)}) FROM layers WHERE attempt = {attempt} AND step = {step} "
+        f"AND layer = {literal(layer)}"
+    )
+
+
 def batches_seen_before(attempt: int, first: int, last: int) -> str:
     """The share of the batches of these steps that were read at an earlier step too."""
     return (

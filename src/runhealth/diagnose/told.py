@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runhealth.diagnose.findings import Finding
 from runhealth.diagnose.report.output import OutputError, write_output
+from runhealth.storage.jsontext import parse_json
 
 VERSION = 1
 NEW, CHANGED = "new", "changed"
@@ -44,7 +45,7 @@ class Told:
 
     def _load(self) -> None:
         try:
-            body = json.loads(Path(self._path).read_text(encoding="utf-8"))
+            body = parse_json(Path(self._path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from runhealth.diagnose.codes import CODES
+from runhealth.diagnose.echoes import FOLD_STEPS, echoed
 from runhealth.diagnose.findings import (
     UNDETERMINED,
     Alarm,
@@ -37,7 +38,6 @@ MANY_BURSTS, BURST_STEPS = 3, 500
 TALL_BURST = 5.0  # x the median: lower ones occur in healthy runs and are told as info
 MERGE_LEAST = 2
 MOST_SHARDS = 8
-FOLD_STEPS = 8
 LEAST_BAD_STEPS = 8
 SMALL_RISE = math.log(1.1)
 
@@ -171,7 +171,10 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _folded(finding: Finding, findings: Sequence[Finding]) -> Finding:
-    """An odd rank that an incident of the same time has explained is a note to it."""
+    """An odd rank that an incident of the same time has explained is a note to it; so is what lasting trouble brings
+    with it."""
+    if finding.severity is not Severity.INFO and (cause := echoed(finding, findings)) is not None:
+        return replace(finding, severity=Severity.INFO, details={**finding.details, "told_by": cause.id})
     if finding.kind != "rank_outlier" or finding.severity is Severity.INFO:
         return finding
     for other in findings:
@@ -353,6 +356,12 @@ def _missing(suspects: Sequence[SuspectResult]) -> tuple[Missing, ...]:
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def healed_summary(told: str, attempt: int) -> str:
+    """The summary of a finding that a later attempt did not have: what was to be done is done."""
+    what, _, _ = told.partition(" To do: ")
+    return f"{what} To do: nothing. Attempt {attempt} passed these steps without it."
 
 
 def summary(finding: Finding, alarms: Sequence[Alarm], known: Mapping[str, Suspect]) -> str:

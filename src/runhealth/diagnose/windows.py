@@ -108,7 +108,7 @@ class Ahead:
         low, high = away[rows, (counts - 1) // 2], away[rows, counts // 2]
         spread = np.where(counts % 2 == 1, MAD_TO_SIGMA * high, MAD_TO_SIGMA * (low + high) / 2)
         floors = np.maximum(baseline.floor, baseline.floor_share * np.abs(centers))
-        return self._until_next(baseline.sigma, np.maximum(spread, floors))
+        return self._until_next(baseline.seen[1], np.maximum(spread, floors))
 
     def quantile(self, share: float) -> Floats:
         """(n,)"""

@@ -24,10 +24,11 @@ class BatchDraft:
 @dataclass(slots=True, kw_only=True)
 class Draft:
     """`values` and `layers` become the records; `scalars` holds what is still on a device. `promised` are recorded
-    numbers by name that `scalars` will fetch."""
+    numbers by name that `scalars` will fetch; `failed` says that the step ended in an exception."""
 
     number: int
     start_s: float
+    failed: bool = False
     values: dict[str, Scalar] = field(default_factory=dict)
     layers: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     batches: list[BatchDraft] = field(default_factory=list)

@@ -23,6 +23,7 @@ from runhealth.instrument.layers import layers_of
 from runhealth.instrument.memory import MemoryProbe
 from runhealth.instrument.phases import Phase, Phases
 from runhealth.instrument.precision import LossScaleProbe, PrecisionProbe
+from runhealth.instrument.replicas import ReplicaProbe
 from runhealth.instrument.sink import LogOpener, Sink, open_in_store
 from runhealth.instrument.step import Step
 from runhealth.instrument.updates import UpdateProbe
@@ -49,6 +50,7 @@ class Monitor:
     layers_every       cadence of the layer samples in steps, 0 for never; bursts of gradient are written anyway
     updates_every      cadence of update_ratio and weight_norm, 0 for never (one transient copy of the parameters)
     memory_every       cadence of the memory numbers, 0 for never
+    replicas_every     cadence of param_checksum, 0 for never; several ranks with unsharded parameters only
     watch_activations  module names whose largest absolute output is recorded
     vocab_size         for token_unique_share; else taken from model.config or the first embedding
     agent              socket of this node's `runhealth agent` (default: $RUNHEALTH_AGENT, else each rank has a log)
@@ -67,6 +69,7 @@ class Monitor:
         layers_every: int = 10,
         updates_every: int = 10,
         memory_every: int = 10,
+        replicas_every: int = 10,
         watch_activations: Sequence[str] = (),
         vocab_size: int | None = None,
         clock: Clock | None = None,
@@ -77,6 +80,7 @@ class Monitor:
             ("layers_every", layers_every),
             ("updates_every", updates_every),
             ("memory_every", memory_every),
+            ("replicas_every", replicas_every),
         ):
             if every < 0:
                 raise ConfigError(f"{name} must be at least 0, met {every}")
@@ -110,6 +114,7 @@ class Monitor:
             PrecisionProbe(model, layers_every),
             ActivationProbe(watched, layers_every, self._latch),
             MemoryProbe(memory_every),
+            ReplicaProbe(model, replicas_every, layers_every, world_size=self.world_size),
         ]
         if opener is not None:
             self._sink = Sink(opener, clock=self._clock, who=who)
@@ -331,6 +336,7 @@ class Monitor:
         seconds = self._clock.perf_s() - draft.start_s + self._waited_s
         self._draft, self._waited_s = None, 0.0
         self._next_step = draft.number + 1
+        draft.failed = error is not None
         with torch.no_grad():
             for probe in self._probes:
                 with self._latch.guard(probe.name):

@@ -11,9 +11,11 @@ Reply:    number u32 | bytes of an error message u32 | message
 """
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
+import stat
 import struct
 import threading
 import time
@@ -34,6 +36,7 @@ _MAGIC = b"RHAG"
 _HELLO = b"RHAH"
 _LIVES = 1000  # of one node's agents in an attempt: each takes the next number, for a log is never reopened
 _RECEIVE_BYTES = 1 << 18
+_PROBE_S = 2.0  # in which an agent that listens takes a connection
 _SCHEMAS_KEPT = 512  # of one rank; a rank with more of them announces them again
 
 
@@ -117,9 +120,9 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                Path(socket_path).unlink()
+            _make_room(socket_path)
             self._listener.bind(socket_path)
+            self._inode = Path(socket_path).stat().st_ino
             self._listener.listen(1024)
         except OSError as err:
             self._listener.close()
@@ -154,7 +157,9 @@ class Agent:
                 self._end(key.data)
         self._selector.close()
         self._listener.close()
-        Path(self.path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if Path(self.path).stat().st_ino == self._inode:  # not that of an agent that came later
+                Path(self.path).unlink()
         for log in self._logs.values():
             log.close()
 
@@ -381,3 +386,23 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
             raise ConnectionError("the connection was closed")
         data += more
     return data
+
+
+def _make_room(path: str) -> None:
+    """Remove a socket that nobody listens on any more. Raises OSError for anything else that is there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "expected a free path or an old socket, met something else; it was left alone")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+        except TimeoutError:
+            pass  # it listens, but is busy or suspended
+    raise OSError(errno.EADDRINUSE, "another agent listens there; end it first, or choose another socket")

@@ -16,6 +16,7 @@ from typing import Any
 
 from runhealth.storage.errors import CorruptDataError, StoreError
 from runhealth.storage.frame import FORMAT_VERSION, Frame, FrameKind, decode_frame, encode_frame
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.records import (
     BatchRecord,
     CheckpointRecord,
@@ -261,11 +262,11 @@ class Decoder:
         self._check_place(frame.kind)
         try:
             if frame.kind == FrameKind.SCHEMA:
-                body = json.loads(frame.payload)
+                body = parse_json(frame.payload)
                 packing = struct.Struct("<i" + body["codes"])
                 self._schemas[body["id"]] = (body["kind"], tuple(body["names"]), packing, tuple(body.get("layers", ())))
             elif frame.kind == FrameKind.SEGMENT:
-                self.header = json.loads(frame.payload)
+                self.header = parse_json(frame.payload)
                 version = self.header["format_version"]
                 if version > FORMAT_VERSION:
                     self.unreadable = True
@@ -308,7 +309,7 @@ class Decoder:
                 return (self._decode_batch(step, ts_ns, payload),)
             if self.structure(frame):
                 return ()
-            body = json.loads(payload)
+            body = parse_json(payload)
             if kind == FrameKind.CHECKPOINT:
                 body["status"] = CheckpointStatus(body["status"])
                 return (CheckpointRecord(attempt=self.attempt, step=step, rank=self.rank, ts_ns=ts_ns, **body),)

@@ -13,6 +13,7 @@ from typing import Any
 
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import StoreError
+from runhealth.storage.jsontext import parse_json
 
 _NAME = ".index.json"
 _FORMAT_VERSION = 1
@@ -56,7 +57,7 @@ def run_bodies(root: str, read: Callable[[str], Any]) -> dict[str, Any]:
 
 def _load(file: Path) -> dict[str, list[Any]]:
     try:
-        body = json.loads(file.read_bytes())
+        body = parse_json(file.read_bytes())
         if body["format_version"] != _FORMAT_VERSION:
             return {}
         runs: dict[str, list[Any]] = body["runs"]

@@ -22,6 +22,7 @@ import xxhash
 
 from runhealth.storage.durable import sync_folder, write_whole
 from runhealth.storage.errors import CorruptDataError
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.schema import RECORD_TABLES, Table, quoted
 
 MANIFEST_FORMAT_VERSION = 2  # 2: `last`, of merged parts
@@ -124,7 +125,7 @@ def read_manifests(run: Path) -> list[Manifest]:
     while (run / manifest_name(following(manifests))).exists():
         file = run / manifest_name(following(manifests))
         try:
-            body = json.loads(file.read_text())
+            body = parse_json(file.read_text())
             version = body.pop("format_version")
             if version > MANIFEST_FORMAT_VERSION:
                 raise CorruptDataError(

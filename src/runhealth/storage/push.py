@@ -14,6 +14,7 @@ from typing import Any
 import duckdb
 
 from runhealth.storage.errors import RunNotFoundError, StoreError
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.lease import lease
 from runhealth.storage.parts import PartFile, problem_of
 from runhealth.storage.places import is_remote
@@ -107,7 +108,15 @@ def _claim(fs: Any, target: str, url: str, origin: dict[str, object]) -> None:
     try:
         fs.pipe_file(f"{target}/{ORIGIN}", json.dumps(origin).encode(), mode="create")
     except FileExistsError:
-        found = json.loads(fs.cat_file(f"{target}/{ORIGIN}"))
+        try:
+            found = parse_json(fs.cat_file(f"{target}/{ORIGIN}"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise StoreError(
+                f"{url}/{ORIGIN}: expected what says whose run this is, met something else;"
+                " push under another name or store"
+            ) from None
         if found != origin:
             raise StoreError(
                 f"{url} belongs to another run (created {found.get('created_ns')} on {found.get('host')}): "

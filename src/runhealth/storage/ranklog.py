@@ -24,7 +24,13 @@ from runhealth.storage.records import Record
 
 SEGMENT_BYTES = 4 * 1024 * 1024
 SYNC_INTERVAL_S = 1.0
-_ATTEMPT_FOLDER = re.compile(r"a(\d{3,})")
+_ATTEMPT_FOLDER = re.compile(r"a(\d{3,9})", re.ASCII)  # beyond, it is no INTEGER of a table
+
+
+def attempt_folders(run: Path) -> list[tuple[int, Path]]:
+    """The attempts of a local run by number; what is named otherwise below `log/` is none of ours."""
+    found = ((_ATTEMPT_FOLDER.fullmatch(folder.name), folder) for folder in run.glob("log/a[0-9]*"))
+    return sorted((int(match[1]), folder) for match, folder in found if match)
 
 
 def rank_folder(rank: int) -> str:

@@ -11,8 +11,9 @@ from runhealth.storage.durable import sync_folder
 from runhealth.storage.errors import CorruptDataError
 from runhealth.storage.frame import decode_frame
 from runhealth.storage.parts import Manifest
+from runhealth.storage.ranklog import attempt_folders
 
-_ATTEMPT = re.compile(r"log/a(\d{3,})/")
+_ATTEMPT = re.compile(r"log/a(\d{3,9})/")
 _HEAD_BYTES = 64 * 1024  # more than any segment header takes
 _ELSEWHERE_S = 86_400.0  # a writer of an old attempt on another host that was silent this long is taken to be gone
 
@@ -27,7 +28,7 @@ def retire_logs(run: Path, last: Manifest, retention_s: float, clock: Callable[[
     now = clock()
     retired = 0
     folders = set()
-    newest = max((int(folder.name[1:]) for folder in run.glob("log/a[0-9]*")), default=-1)
+    newest = max((number for number, _ in attempt_folders(run)), default=-1)
     for name, offset, state, _ in last.progress:
         file = run / name
         try:

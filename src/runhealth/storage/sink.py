@@ -12,6 +12,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from runhealth.storage.jsontext import parse_json
+from runhealth.storage.ranklog import attempt_folders
 from runhealth.storage.records import (
     BatchRecord,
     CheckpointRecord,
@@ -224,13 +226,21 @@ def _split(values: Sequence[Scalar | None], kind: str) -> tuple[Sequence[Scalar 
     return fitting, [None if fit else value for fit, value in zip(fits, values, strict=True)]
 
 
+def _is_sound(key: str, value: object) -> bool:
+    """Whether a value of a claim, which may come from anywhere, fits the column of its name."""
+    if dict(ATTEMPTS.fixed).get(key) == "BIGINT":
+        return isinstance(value, int) and -(2**63) <= value < 2**63
+    return isinstance(value, str)
+
+
 def read_claims(run_path: str) -> list[dict[str, Any]]:
     """What the attempts of a local run say of themselves, ordered by attempt; a damaged claim gives its number only."""
     claims = []
-    for folder in sorted(Path(run_path).glob("log/a[0-9]*"), key=lambda folder: int(folder.name[1:])):
+    for number, folder in attempt_folders(Path(run_path)):
         try:
-            claim = json.loads((folder / "claim.json").read_text())
+            claim = parse_json((folder / "claim.json").read_text())
         except (OSError, ValueError):
             claim = {}
-        claims.append({**(claim if isinstance(claim, dict) else {}), "attempt": int(folder.name[1:])})
+        sound = {key: value for key, value in claim.items() if _is_sound(key, value)} if isinstance(claim, dict) else {}
+        claims.append({**sound, "attempt": number})
     return claims

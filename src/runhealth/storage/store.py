@@ -17,6 +17,7 @@ from typing import Any
 
 from runhealth.storage.errors import AmbiguousRunError, RunNotFoundError, StoreError
 from runhealth.storage.index import run_bodies
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.places import Place, RemotePlace, is_remote, place_of
 
 RUN_FORMAT_VERSION = 1
@@ -216,17 +217,22 @@ def _read_run(place: Place, text: str | None = None) -> RunInfo | None:
     """The run in a folder, or None if the folder holds none. A run.json that cannot be read is reported, not raised.
     `text` is what it says, if that is known already."""
     if text is None:
-        text = place.read_text("run.json")
+        try:
+            text = place.read_text("run.json")
+        except StoreError as err:
+            if is_remote(place.path):
+                raise  # the storage is away, not this run
+            return RunInfo(name=place.name, path=place.path, problem=str(err))
     if text is None:
         if any(place.exists(part) for part in ("run.duckdb", "parts", "log")):
             return RunInfo(name=place.name, path=place.path, problem="run.json is missing")
         return None
     try:
-        body: Any = json.loads(text)
+        body: Any = parse_json(text)
         return RunInfo(
             name=place.name, path=place.path, created_ns=int(body["created_ns"]), config=dict(body.get("config") or {})
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as err:
         return RunInfo(name=place.name, path=place.path, problem=f"{place.path}/run.json is damaged: {err!r}")
 
 
@@ -253,13 +259,13 @@ def _last_activity_ns(run: RunInfo) -> int:
 def _read_claim(folder: Path) -> dict[str, Any] | None:
     """The claim of an attempt folder; None if the folder does not exist."""
     try:
-        claim = json.loads((folder / "claim.json").read_text())
+        claim = parse_json((folder / "claim.json").read_text())
     except FileNotFoundError:
         if not folder.exists():
             return None
         # the folder comes with its claim in it, so it may have come since the first look
         try:
-            claim = json.loads((folder / "claim.json").read_text())
+            claim = parse_json((folder / "claim.json").read_text())
         except (FileNotFoundError, ValueError):
             return {}
     except ValueError:

@@ -17,8 +17,8 @@ from runhealth.storage.errors import CorruptDataError, StoreError
 from runhealth.storage.frame import HEADER_BYTES, FrameKind, decode_frame, find_frame
 from runhealth.storage.records import BatchRecord, LayerSample, Record, Rejected, RunEvent, StepRecord
 
-_ATTEMPT = re.compile(r"a(\d{3,})")
-_WRITER = re.compile(r"([rn]-?\d{4,})")  # a rank, or a node whose agent writes for its ranks
+_ATTEMPT = re.compile(r"a(\d{3,9})")
+_WRITER = re.compile(r"([rn]-?\d{4,9})")  # a rank, or a node whose agent writes for its ranks
 _SEGMENT = re.compile(r"\d{6,}\.rlog")
 _STRUCTURE = (FrameKind.SEGMENT, FrameKind.SCHEMA, FrameKind.END, FrameKind.RANKED)
 _MTIME_TICK_S = 2.0  # a folder changed this recently may change again without a new mtime
@@ -222,7 +222,7 @@ class RunTail:
         """Go on with the next segment of a rank, if it is there. Raises RetiredLogError if it was removed unread."""
         segments = self._ranks[key]
         path = folder / f"{self._next.get(key, 0):06d}.rlog"
-        if not path.exists():
+        if not path.is_file():
             later = self._after_retired(key, folder, path)
             if later is None:
                 return False

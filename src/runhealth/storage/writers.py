@@ -11,7 +11,7 @@ from runhealth.storage.errors import CorruptDataError
 from runhealth.storage.frame import HEADER_BYTES, FrameKind, decode_frame
 from runhealth.storage.process import is_dead, is_stopped
 
-_ATTEMPT = re.compile(r"a(\d{3,})")
+_ATTEMPT = re.compile(r"a(\d{3,9})")
 _WRITER = re.compile(r"([rn])(-?\d+)")
 _HEAD_BYTES = 64 * 1024  # more than any segment header takes
 
@@ -55,7 +55,7 @@ def writers_of(run_path: str) -> Writers | None:
     logs: list[tuple[Writer, object]] = []
     for entry in sorted(_entries(folder)):
         match = _WRITER.fullmatch(entry.name)
-        segments = sorted(entry.glob("*.rlog")) if match else []
+        segments = sorted(file for file in entry.glob("*.rlog") if file.is_file()) if match else []
         if match is None or not segments:
             continue
         logs.append(_writer(segments[-1], int(match[2]) if match[1] == "r" else None))

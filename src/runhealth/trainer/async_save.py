@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -166,7 +166,9 @@ def write_checkpoint(
         error = f"{url}: {first_line(problem)}"
     finite = all(_is_finite(value) for value in state.values())
     error, finite, written = _first(_gather((error, finite, tuple(hashing.written())), world, group))
-    if error:
+    if error:  # what the disk said, if it said something: torch reports a short write by its own bookkeeping
+        said = f"{url}: rank {dist.get_rank()}: {hashing.trouble}" if hashing.trouble else ""
+        error = _first(_gather((said, True, ()), world, group))[0] or error
         if leader:
             folder.remove_all()  # half a checkpoint is none, and a full disk needs its room
         return SaveOutcome(path=relative, step=step, blocking_s=0.0, error=error)
@@ -234,6 +236,7 @@ class _Hashing:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._entries: dict[str, FileEntry] = {}
+        self.trouble = ""  # the first error of the storage
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -243,14 +246,21 @@ class _Hashing:
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with self._inner.create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            hashing = _HashingStream(stream)
-            yield hashing
+        try:
+            with self._inner.create_stream(path, mode) as stream:
+                if "w" not in mode:
+                    yield stream
+                    return
+                hashing = _HashingStream(stream, self._note)
+                yield hashing
+        except OSError as error:
+            self._note(error)
+            raise
         name = os.fspath(path).rpartition("/")[2]
         self._entries[name] = FileEntry(name=name, size_bytes=hashing.size_bytes, xxh3_64=hashing.digest.hexdigest())
+
+    def _note(self, error: OSError) -> None:
+        self.trouble = self.trouble or f"{error.strerror or error}"
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         self._inner.rename(path, new_path)
@@ -260,10 +270,10 @@ class _Hashing:
 
 
 class _HashingStream:
-    """Writing only, from the front to the end."""
+    """Writing only, from the front to the end. `on_error` hears of a write that fails before torch does."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, on_error: Callable[[OSError], None]) -> None:
+        self._stream, self._on_error = stream, on_error
         self.digest = xxhash.xxh3_64()
         self.size_bytes = 0
 
@@ -271,7 +281,11 @@ class _HashingStream:
         view = memoryview(block).cast("B")
         self.digest.update(view)
         self.size_bytes += len(view)
-        done = self._stream.write(block)
+        try:
+            done = self._stream.write(block)
+        except OSError as error:
+            self._on_error(error)
+            raise
         return len(view) if done is None else int(done)
 
     def __getattr__(self, name: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from runhealth.storage.errors import CheckpointError
+from runhealth.storage.jsontext import parse_json
 from runhealth.trainer.folders import Folder, join, open_folder
 
 FOLDER = "checkpoints"
@@ -145,7 +146,7 @@ def read_manifest(folder: str) -> CheckpointManifest:
     """
     path = join(folder, MANIFEST)
     try:
-        raw = json.loads(open_folder(folder).read(MANIFEST))
+        raw = parse_json(open_folder(folder).read(MANIFEST))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: missing; the checkpoint is no checkpoint, or its save did not finish"
@@ -233,10 +234,10 @@ def sweep(base: str) -> list[str]:
 
 def retire(base: str, keep: int, needed: Sequence[str] = (), superseded: Sequence[str] = ()) -> list[str]:
     """Remove old checkpoints so that the `keep` newest with finite values stay (0: keep all). Those in `needed` are
-    never removed; those in `superseded` are left alone and do not count. Returns the removed paths. The manifest goes
-    first: a folder that is half gone is no checkpoint."""
+    never removed; those in `superseded` are left alone and do not count, nor does one whose manifest is damaged.
+    Returns the removed paths. The manifest goes first: a folder that is half gone is no checkpoint."""
     ours = [info for info in committed(base) if info.path not in superseded] if keep else []
-    good = [info for info in ours if read_manifest(join(base, info.path)).finite]
+    good = [info for info in ours if _is_finite(join(base, info.path))]
     if len(good) <= keep:
         return []
     removed = []
@@ -248,6 +249,13 @@ def retire(base: str, keep: int, needed: Sequence[str] = (), superseded: Sequenc
         folder.remove_all()
         removed.append(info.path)
     return removed
+
+
+def _is_finite(folder: str) -> bool:
+    try:
+        return read_manifest(folder).finite
+    except CheckpointError:
+        return False
 
 
 def _own_hash(raw: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     from runhealth.storage.store import check_run_name
-    from runhealth.trainer.supervisor import begin_with, create, newest_of
+    from runhealth.trainer.supervisor import begin_with, check_nodes, create, newest_of, require_torch
 
     if arguments.run is not None:
         try:
@@ -99,7 +99,9 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     if arguments.seed is not None:
         changes["seed"] = arguments.seed
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    require_torch(config)
     check_faults(config)
+    check_nodes(arguments.nodes, config)
     if arguments.fault:
         _check_fault_steps(config)
     taken = {run.name for run in store.runs()}

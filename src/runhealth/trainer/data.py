@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from runhealth.storage.errors import ConfigError, CorruptDataError
+from runhealth.storage.jsontext import parse_json
 from runhealth.trainer.skips import SkipSet
 
 MANIFEST = "manifest.json"
@@ -123,7 +124,7 @@ class Manifest:
         """Raises CorruptDataError where the manifest is missing or not one of ours."""
         path = Path(folder) / MANIFEST
         try:
-            raw = json.loads(path.read_text())
+            raw = parse_json(path.read_text())
             if raw["version"] != MANIFEST_VERSION:
                 raise CorruptDataError(f"{path}: expected manifest version {MANIFEST_VERSION}, met {raw['version']!r}")
             return cls(

@@ -8,7 +8,8 @@ from typing import Any
 
 from runhealth.diagnose.plans import Repair
 from runhealth.storage.durable import write_whole
-from runhealth.storage.errors import ConfigError
+from runhealth.storage.errors import ConfigError, StoreError
+from runhealth.storage.jsontext import parse_json
 from runhealth.trainer.checkpoints import base_of
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.skips import SkipSet
@@ -97,7 +98,7 @@ class RunState:
         if not path.exists():
             return cls()
         try:
-            raw = json.loads(path.read_text())
+            raw = parse_json(path.read_text())
             return cls(
                 skips=SkipSet.from_json(raw["skips"]),
                 repairs=tuple(Repair(**item) for item in raw["repairs"]),
@@ -109,16 +110,19 @@ class RunState:
             raise ConfigError(f"{path}: expected the trainer's state, met {type(error).__name__}: {error}") from error
 
     def write(self, run_path: str) -> None:
-        write_json(
-            Path(run_path) / "trainer.json",
-            {
-                "skips": self.skips.to_json(),
-                "repairs": [asdict(repair) for repair in self.repairs],
-                "superseded": list(self.superseded),
-                "applied": [list(pair) for pair in self.applied],
-                "origin": self.origin,
-            },
-        )
+        """Raises StoreError where the disk does not take it."""
+        path = Path(run_path) / "trainer.json"
+        raw = {
+            "skips": self.skips.to_json(),
+            "repairs": [asdict(repair) for repair in self.repairs],
+            "superseded": list(self.superseded),
+            "applied": [list(pair) for pair in self.applied],
+            "origin": self.origin,
+        }
+        try:
+            write_json(path, raw)
+        except OSError as error:
+            raise StoreError(f"{path}: the trainer's state cannot be written: {error.strerror}") from error
 
 
 def write_json(path: Path, raw: Mapping[str, object]) -> None:

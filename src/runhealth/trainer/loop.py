@@ -73,6 +73,7 @@ class Trainer:
             scaler=self.scaler,
             layers_every=config.layers_every,
             updates_every=config.updates_every if self.engine.is_replicated else 0,
+            replicas_every=config.updates_every if self.engine.is_replicated else 0,
             opener=self.hooks.opener(),
         )
         for replica in self.engine.replicas:

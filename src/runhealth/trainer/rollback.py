@@ -1,19 +1,22 @@
 """Turning a rollback plan into the state of the next attempt: everything that can be wrong is found before a single
 rank is stopped. Importable without torch."""
 
+import contextlib
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runhealth.diagnose.plans import RollbackPlan
-from runhealth.storage.errors import CheckpointError, PlanError
+from runhealth.storage.errors import CheckpointError, PlanError, StoreError
 from runhealth.trainer import checkpoints
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import shard_name
 from runhealth.trainer.folders import is_url, join
 from runhealth.trainer.launch import RunState
 
+INCIDENT_BYTES = 200  # it becomes the name of a file
 PENDING, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
 
 
@@ -27,9 +30,14 @@ class Rollback:
 
 
 def pending(run_path: str) -> list[Path]:
-    """Plans that wait to be applied, oldest first."""
-    folder = Path(run_path) / "plans"
-    return sorted(folder.glob(f"*{PENDING}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    """Plans that wait to be applied, oldest first. Only plain files: a pipe would hold the supervisor up."""
+    found = []
+    for path in (Path(run_path) / "plans").glob(f"*{PENDING}"):
+        with contextlib.suppress(OSError):  # it went away between two looks, or is a link to nothing
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime_ns, path.name, path))
+    return [path for _, _, path in sorted(found)]
 
 
 def read_plan(path: str) -> RollbackPlan:
@@ -49,8 +57,11 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
             step or already left behind, an unknown shard or sample, a repair that this run cannot make, or the same
             rollback for the second time.
     """
-    if not re.fullmatch(r"[^/\\\0.][^/\\\0]*", plan.incident):
-        raise PlanError(f"expected an incident's name without slashes and leading dots, met {plan.incident!r}")
+    if not re.fullmatch(r"[^/\\\0.][^/\\\0]*", plan.incident) or len(plan.incident.encode()) > INCIDENT_BYTES:
+        raise PlanError(
+            f"expected an incident's name without slashes and leading dots, of at most {INCIDENT_BYTES} bytes, met"
+            f" {plan.incident[:INCIDENT_BYTES]!r}"
+        )
     if plan.run != run:
         raise PlanError(f"plan {plan.incident}: expected a plan for run {run!r}, met {plan.run!r}")
     base = checkpoints.base_of(config.checkpoint.target, run, run_path)
@@ -72,12 +83,17 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
         )
     _check_skips(plan, config)
     _check_repairs(plan, config)
+    skips = state.skips.add(plan.skip)
+    if skips.samples() >= config.data.shards * config.data.samples_per_shard:
+        raise PlanError(
+            f"plan {plan.incident}: with it every sample of every shard is skipped; nothing is left to train on"
+        )
     return Rollback(
         plan=plan,
         checkpoint=path,
         state=replace(
             leave_behind(state, base, manifest.step),
-            skips=state.skips.add(plan.skip),
+            skips=skips,
             repairs=(*state.repairs, *(repair for repair in plan.repairs if repair not in state.repairs)),
             applied=(*state.applied, (plan.incident, path)),
         ),
@@ -91,12 +107,16 @@ def leave_behind(state: RunState, base: str, step: int) -> RunState:
 
 
 def conclude(path: Path, suffix: str, reason: str = "") -> None:
-    """Rename a pending plan to its `.applied` or `.failed` twin; the reason of a failure lies beside it as text."""
+    """Rename a pending plan to its `.applied` or `.failed` twin; the reason of a failure lies beside it as text.
+    Raises StoreError."""
     base = path.name.removesuffix(PENDING).removesuffix(".json")
-    if path.name.endswith(PENDING):
-        path.replace(path.with_name(f"{base}{suffix}"))
-    if reason:
-        path.with_name(f"{base}.failed.txt").write_text(f"{reason}\n")
+    try:
+        if path.name.endswith(PENDING):
+            path.replace(path.with_name(f"{base}{suffix}"))
+        if reason:
+            path.with_name(f"{base}.failed.txt").write_text(f"{reason}\n")
+    except OSError as error:
+        raise StoreError(f"{path}: what became of the plan cannot be kept: {error.strerror}") from error
 
 
 def _checkpoint_of(plan: RollbackPlan, base: str) -> str:

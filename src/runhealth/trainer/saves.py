@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runhealth.instrument import Monitor
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.records import CheckpointStatus
 from runhealth.trainer import checkpoints
 from runhealth.trainer.async_save import SaveOutcome, Saver
@@ -88,10 +89,14 @@ class Saves:
         status = CheckpointStatus.VERIFIED if outcome.verified else CheckpointStatus.FAILED
         self._monitor.checkpoint(step, outcome.path, status, seconds=seconds, size_bytes=size, reason=outcome.error)
         if not outcome.verified:
+            _say(f"checkpoint {step} is not usable, training goes on: {outcome.error}")
             return
         self._measured.append((outcome.blocking_s, outcome.write_s))
         spec = self._spec
-        checkpoints.retire(spec.checkpoint_base, spec.config.checkpoint.keep, spec.needed, spec.superseded)
+        try:
+            checkpoints.retire(spec.checkpoint_base, spec.config.checkpoint.keep, spec.needed, spec.superseded)
+        except OSError as error:
+            _say(f"old checkpoints cannot be removed, training goes on: {error}")
         if self.every and not self._explained:
             self._explain(step)
 
@@ -117,8 +122,7 @@ class Saves:
         chosen = "so" if not self._spec.config.checkpoint.every else f"the optimum is every {best:,} steps; by config"
         lines = (*found.explain(), f"{chosen} a save every {self.every:,} steps of {self._step_s:.3g} s")
         for line in lines:
-            sys.stdout.write(f"{PROGRESS_PREFIX}{json.dumps({'say': f'checkpoint cadence: {line}'})}\n")
-        sys.stdout.flush()
+            _say(f"checkpoint cadence: {line}")
         facts = {**found.to_json(), "step_s": self._step_s, "every": self.every, "optimum_every": best}
         self._monitor.event("cadence", lines[-1], {**facts, "arithmetic": list(lines), "at_step": step})
         try:
@@ -143,10 +147,16 @@ class Saves:
         if not self._leader:
             return
         try:
-            raw = json.loads((Path(self._spec.run_path) / FILE).read_text())
+            raw = parse_json((Path(self._spec.run_path) / FILE).read_text())
             measured = (float(raw["save_s"]), float(raw["write_s"]))
             step_s, restart_s = float(raw["step_s"]), float(raw["restart_s"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # none yet, or not ours: it is measured anew
         self._measured.append(measured)
         self._step_s, self._restart_s = step_s, restart_s
+
+
+def _say(line: str) -> None:
+    """Have the supervisor tell whoever watches."""
+    sys.stdout.write(f"{PROGRESS_PREFIX}{json.dumps({'say': line})}\n")
+    sys.stdout.flush()

@@ -7,7 +7,6 @@ restart pays for no import, and a lost node gives way to a spare.
 
 import fcntl
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runhealth.storage.errors import ConfigError, MissingExtraError, PlanError, StoreError
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.publish import Publisher
 from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, Record, RunEvent
 from runhealth.storage.store import RunInfo, Store
@@ -30,7 +30,7 @@ from runhealth.trainer.data import data_folder, pack
 from runhealth.trainer.failure import Failure
 from runhealth.trainer.folders import join
 from runhealth.trainer.journal import SUPERVISOR_RANK, Journal
-from runhealth.trainer.launch import LaunchSpec, RunState
+from runhealth.trainer.launch import LaunchSpec, RunState, write_json
 from runhealth.trainer.nodes import Nodes, environment_for
 from runhealth.trainer.restarts import RestartPolicy
 
@@ -39,10 +39,21 @@ GRACE_S = 8.0
 INTERRUPTED = 130
 
 
-def require_torch() -> None:
-    """Raises MissingExtraError with the install command, before anything is written."""
+def require_torch(config: TrainConfig | None = None) -> None:
+    """Raises MissingExtraError with the install command, before anything is written. With a config: also for what its
+    number format needs."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("training needs torch, which is not installed: pip install 'runhealth[train]'")
+    if config is not None and config.model.precision == "fp8_torchao" and importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError(
+            "precision fp8_torchao needs torchao, which is not installed: pip install --no-deps torchao"
+        )
+
+
+def check_nodes(nodes: int, config: TrainConfig) -> None:
+    """Raises ConfigError for more nodes than ranks."""
+    if nodes > config.world:
+        raise ConfigError(f"--nodes: expected at most one a rank, {config.world}, met {nodes}")
 
 
 class Supervisor:
@@ -72,8 +83,7 @@ class Supervisor:
         ):
             if value < least:
                 raise ConfigError(f"--{name}: expected at least {least}, met {value}")
-        if nodes > self.config.world:
-            raise ConfigError(f"--nodes: expected at most one a rank, {self.config.world}, met {nodes}")
+        check_nodes(nodes, self.config)
         self.state = RunState.read(run.path)
         self._base = checkpoints.base_of(self.config.checkpoint.target, run.name, run.path)
         self._failed_ns = 0  # when the last failure was found
@@ -87,6 +97,7 @@ class Supervisor:
         self._data_path = data_folder(store.root, self.config.data)
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # for the log of the next attempt
         self._failed_checkpoints: list[tuple[checkpoints.CheckpointInfo, str]] = []
+        self._set_aside: set[Path] = set()  # plans that the disk did not let us apply or conclude
         self._unloadable: list[str] = []  # checkpoints that pass verification, but no rank could load
         self._journal = Journal(run.path, self._tell)
 
@@ -97,7 +108,7 @@ class Supervisor:
             ConfigError: another supervisor has the run.
             PlanError: the plan of `plan_file` does not fit the run.
         """
-        require_torch()
+        require_torch(self.config)
         with open(Path(self.run_path) / "supervisor.lock", "a") as lock:
             self._take(lock)
             previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -222,15 +233,29 @@ class Supervisor:
         return None
 
     def _apply_pending(self, path: Path) -> str | None:
+        if path in self._set_aside:
+            return None
         try:
             checked = self._check(str(path))
+            self._accept(checked)
         except PlanError as error:
-            rollback.conclude(path, rollback.FAILED, str(error))
             self._tell(f"plan refused: {error}")
+            self._conclude(path, rollback.FAILED, str(error))
             return None
-        self._accept(checked)
-        rollback.conclude(path, rollback.APPLIED)
+        except StoreError as error:
+            self._set_aside.add(path)
+            self._tell(f"plan {path.name} is set aside, training goes on: {error}")
+            return None
+        self._conclude(path, rollback.APPLIED)
         return checked.checkpoint
+
+    def _conclude(self, path: Path, suffix: str, reason: str = "") -> None:
+        """A plan whose file cannot be renamed (a full disk) is not looked at again by this supervisor."""
+        try:
+            rollback.conclude(path, suffix, reason)
+        except StoreError as error:
+            self._set_aside.add(path)
+            self._tell(str(error))
 
     def _first_start(self, plan_file: str | None) -> tuple[str, bool]:
         """Where to begin: the plan's checkpoint, else the newest one that passes verification, else nothing."""
@@ -241,15 +266,17 @@ class Supervisor:
             checked = self._check(plan_file)
         except PlanError as error:
             if path.name.endswith(rollback.PENDING):
-                rollback.conclude(path, rollback.FAILED, str(error))
+                self._conclude(path, rollback.FAILED, str(error))
             raise
         self._accept(checked)
         if path.name.endswith(rollback.PENDING):
-            rollback.conclude(path, rollback.APPLIED)
+            self._conclude(path, rollback.APPLIED)
         else:
-            folder = Path(self.run_path) / "plans"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{checked.plan.incident}{rollback.APPLIED}").write_text(checked.plan.dumps())
+            kept = Path(self.run_path) / "plans" / f"{checked.plan.incident}{rollback.APPLIED}"
+            try:
+                write_json(kept, checked.plan.to_json())
+            except OSError as error:
+                self._tell(f"{kept}: the plan is applied, but cannot be kept: {error.strerror}")
         return checked.checkpoint, True
 
     def _check(self, path: str) -> rollback.Rollback:
@@ -257,8 +284,8 @@ class Supervisor:
         return rollback.check(plan, run=self.run.name, run_path=self.run_path, config=self.config, state=self.state)
 
     def _accept(self, checked: rollback.Rollback) -> None:
+        checked.state.write(self.run_path)
         self.state = checked.state
-        self.state.write(self.run_path)
         self._events.append((EventKind.ROLLBACK, rollback.describe(checked), checked.plan.to_json()))
         self._tell(f"rollback: {rollback.describe(checked)}")
 
@@ -353,7 +380,7 @@ class Supervisor:
 
     def _owner(self) -> str:
         try:
-            return f"process {json.loads((Path(self.run_path) / 'supervisor.json').read_text())['pid']}"
+            return f"process {parse_json((Path(self.run_path) / 'supervisor.json').read_text())['pid']}"
         except (OSError, ValueError, KeyError):
             return "another supervisor"
 

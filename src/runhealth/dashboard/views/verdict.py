@@ -136,7 +136,7 @@ border:1px solid currentColor;white-space:nowrap}.rh-mut{opacity:.72}.rh-main{fl
 .rh-big{font-size:1.08rem;font-weight:650}
 </style>"""
 
-_SYMBOL = {Severity.ERROR: "✗ error", Severity.WARNING: "⚠ warning", Severity.INFO: "i info"}
+_SYMBOL = {Severity.ERROR: "✗ error", Severity.WARNING: "⚠ warning"}
 
 
 def verdict_html(v: Verdict, palette: Palette, *, diagnosing: bool, problem: str = "") -> str:
@@ -170,6 +170,13 @@ def _headline(v: Verdict, palette: Palette, *, diagnosing: bool, problem: str) -
             return '<span class="rh-mut">Reading the records for a diagnosis…</span>'
         return '<span class="rh-mut">Nothing was recorded yet.</span>' if v.step is None else "<b>No finding.</b>"
     finding = v.finding
+    busy = ' <span class="rh-mut">· updating</span>' if diagnosing else ""
+    if finding.severity is Severity.INFO:  # the first: there is nothing to act on
+        notes = "1 minor note" if not v.others else f"{v.others + 1} minor notes"
+        return (
+            f'<span style="color:{palette.good}" class="rh-big">✓ nothing at warning or above was found</span>'
+            f' <span class="rh-mut">· {notes} below</span>{busy}'
+        )
     cause = ""
     if v.cause == UNDETERMINED:
         cause = " · cause <b>undetermined</b>"
@@ -179,7 +186,6 @@ def _headline(v: Verdict, palette: Palette, *, diagnosing: bool, problem: str) -
     if v.superseded_by is not None:
         cause += f" · attempt <b>{v.superseded_by}</b> went back behind it"
     more = f' <span class="rh-mut">· {v.others} more below</span>' if v.others else ""
-    busy = ' <span class="rh-mut">· updating</span>' if diagnosing else ""
     colour = palette.severity(finding.severity) if v.superseded_by is None else palette.muted
     return (
         f'<span style="color:{colour}" class="rh-big">{_SYMBOL[finding.severity]} '

@@ -24,6 +24,7 @@ FRAMES = 8
 AHEAD_STEPS = 2.0
 LEAST_BATCHES = 4
 REARM_FRAMES = 256
+POSITIONS = 64
 KEEP_BATCHES = 100_000  # the newest
 LONG_AGO = 0.5  # of the steps of the epoch so far
 
@@ -47,7 +48,7 @@ class DataLedger(Detector):
         self._resumed = -1
         self._since = REARM_FRAMES
         self._last_step = -1
-        self._positions: deque[tuple[int, float]] = deque(maxlen=64)
+        self._positions: deque[tuple[int, float]] = deque(maxlen=POSITIONS)
 
     def update(self, frame: Frame) -> list[Alarm]:
         if self._attempt is None:
@@ -76,22 +77,26 @@ class DataLedger(Detector):
 
     def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
         batches = block.batches()
-        if batches is None or block.attempt != self._attempt:
+        if block.attempt != self._attempt:
             return super().update_block(block)
+        if batches is None:
+            self._last_step = int(block.steps[-1])
+            self._since += len(block)
+            counted = block.get("consumed_samples")
+            if counted is not None:
+                self._positions.extend(block.pairs(counted, POSITIONS))
+            return []
         hashes, starts = batches[0].content_hash, batches[1]
         epochs, positions = _listed(block, "epoch"), _listed(block, "consumed_samples")
         found: list[tuple[int, Alarm]] = []
+        odd = any(r[2] or r[3] for r in self._recent)
         for row, step in enumerate(block.steps.tolist()):
             keys = hashes[starts[row] : starts[row + 1]]
             epoch = epochs[row]
             same_epoch = epoch is None or int(epoch) <= self._epoch
-            if (
-                not same_epoch
-                or step <= self._until
-                or not self._fresh(keys)
-                or any(r[2] or r[3] for r in self._recent)
-            ):
+            if odd or not same_epoch or step <= self._until or not self._fresh(keys):
                 found.extend(self.update_rows(block, (row,)))
+                odd = any(r[2] or r[3] for r in self._recent)
                 continue
             self._last_step = step
             self._since += 1

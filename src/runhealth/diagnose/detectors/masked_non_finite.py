@@ -133,7 +133,8 @@ class MaskedNonFinite(Detector):
             others = block.named(but="loss")
             last = np.maximum.accumulate(np.where(there, np.arange(len(block)), -1))
             names = block.names(but="loss")
-            before = np.where((last >= 0)[:, None], others[last], [name in self._keys for name in names])
+            known = np.array([name in self._keys for name in names], dtype=np.bool_)
+            before = np.where((last >= 0)[:, None], others[last], known)
             may_vanish = np.array([name in VANISH for name in names], dtype=np.bool_)
             loud |= ~there & ((before == others) | (before & may_vanish)).all(axis=1)
         return loud

@@ -97,7 +97,7 @@ class MemoryLeak(Detector):
         if not np.isfinite(held.values).all() or (self._rows and self._block.keys() != {*ranks}):
             return super().update_block(block)
         started = self._rows  # rows of the first of these blocks that came before
-        known = [[self._block[rank] for rank in ranks]] * started
+        known = [[self._block[rank] for rank in ranks]] * started if started else []
         values = np.concatenate([known, held.values]) if known else held.values
         count = len(values) // BLOCK_ROWS
         lows = values[: count * BLOCK_ROWS].reshape(count, BLOCK_ROWS, len(ranks)).min(axis=1)

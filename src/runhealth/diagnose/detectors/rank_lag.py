@@ -8,7 +8,6 @@ with the other stages.
 """
 
 import math
-from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -93,13 +92,8 @@ class RankLag(Detector):
         habit = self._habit
         if not settled(habit):
             return 0
-        usual, smooth = np.empty((len(excess) + 1, len(ranks))), np.empty((len(excess) + 1, len(ranks)))
-        for j, rank in enumerate(ranks):
-            values = excess[:, j].tolist()
-            usual[:, j] = list(accumulate(values, _settled, initial=self._usual.get(rank, values[0])))
-            off = np.clip(excess[:, j] - usual[:-1, j], -MOST, MOST)
-            smooth[:, j] = list(accumulate(off.tolist(), _followed, initial=self._smooth.get(rank, 0.0)))
-        most = smooth[1:].max(axis=1)
+        usual, smooth = self._follow(ranks, excess)
+        most = smooth.max(axis=0)
         stop = len(most)
         if most.max() > EXCESS:
             ahead = Ahead(habit, most)
@@ -111,9 +105,27 @@ class RankLag(Detector):
             habit.push(float(most[stop - 1]))
             self._since += stop
             self._over.clear()
-            self._usual.update(zip(ranks, usual[stop].tolist(), strict=True))
-            self._smooth.update(zip(ranks, smooth[stop].tolist(), strict=True))
+            if stop < len(most):
+                usual, _ = self._follow(ranks, excess[:stop])
+            self._usual.update(zip(ranks, usual, strict=True))
+            self._smooth.update(zip(ranks, smooth[:, stop - 1].tolist(), strict=True))
         return stop
+
+    def _follow(self, ranks: tuple[int, ...], excess: Floats) -> tuple[list[float], Floats]:
+        """What a rank's usual excess would be after the rows of (n, R), and the smoothed ones of each row, (R, n)."""
+        smooth, ends = np.empty((len(ranks), len(excess))), []
+        for j, rank in enumerate(ranks):
+            values, followed = excess[:, j].tolist(), []
+            usual, now = self._usual.get(rank, values[0]), self._smooth.get(rank, 0.0)
+            for value in values:
+                off = value - usual
+                usual += SETTLE * off
+                off = MOST if off > MOST else -MOST if off < -MOST else off
+                now += FOLLOW * (off - now)
+                followed.append(now)
+            smooth[j] = followed
+            ends.append(usual)
+        return ends, smooth
 
     def _beyond(self, step: int, excess: dict[int, float]) -> bool:
         """Take in a row; whether some rank, `_rank` from then on, has been over the limit for long enough."""
@@ -165,14 +177,6 @@ class RankLag(Detector):
             baseline=others,
             ranks=ranks,
         )
-
-
-def _settled(old: float, value: float) -> float:
-    return old + SETTLE * (value - old)
-
-
-def _followed(old: float, off: float) -> float:
-    return old + FOLLOW * (off - old)
 
 
 def _excesses(times: Floats) -> Floats:

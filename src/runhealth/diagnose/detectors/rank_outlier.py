@@ -18,11 +18,11 @@ from typing import ClassVar
 import numpy as np
 
 from runhealth.diagnose.detector import Detector
-from runhealth.diagnose.excursion import logs_of
 from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
-from runhealth.diagnose.robust import Baseline, Course, median, middle
+from runhealth.diagnose.robust import Baseline, median, middle
+from runhealth.diagnose.windows import take
 from runhealth.storage.blocks import Bools, Floats
 
 SIGNALS = ("loss", "grad_norm_rank")
@@ -34,7 +34,8 @@ REARM_ROWS = 256
 DATA_ROWS = 8
 OWN_ROWS, LEAST_OWN = 32, 16
 ALONE = 0.3  # how far off the next rank may be, of the distance of the worst
-LARGEST_BLOCK = 4096
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 4096
+NEARLY = 1e-9
 
 
 class _Spread:
@@ -73,17 +74,23 @@ class _Spread:
         steps = [step for found, step in list(self.recent)[-of_rows:] if found == rank]
         return steps[0] if len(steps) >= in_rows else None
 
-    def ahead(self, logs: Floats) -> tuple[Floats, Course, Bools]:
-        """What `judge` of the rows of (m, R) would compare: the largest distances, the habit, and which are beyond it.
-        Only when the habit is full."""
-        furthest = np.abs(logs - middle(np.sort(logs, axis=1))[:, None]).max(axis=1)
+    def beyond(self, values: Floats) -> Bools:
+        """Which of the rows of (m, R) may be beyond the habit, as `judge` has it. Only when the habit is full."""
+        furthest = _furthest(np.log(values))  # nearly: NumPy's logarithm differs in the last bit
+        factor = FACTOR / (1 + (values.shape[1] == 2))
+        if furthest.max() < factor - NEARLY:
+            return np.zeros(len(values), dtype=np.bool_)
         course = self.habit.ahead(furthest)
-        factor = FACTOR / (1 + (logs.shape[1] == 2))
         limit = np.maximum(factor, Z_ALARM * np.maximum(course.sigmas, course.centers / 2))
-        return furthest, course, furthest > limit
+        return np.asarray(furthest > limit - NEARLY, dtype=np.bool_)
 
-    def take(self, ranks: tuple[int, ...], logs: Floats, furthest: Floats, course: Course) -> None:
-        self.habit.take(furthest, course)
+    def take(self, ranks: tuple[int, ...], values: Floats) -> None:
+        """Take in rows that are not beyond. What the habit keeps of them is exact."""
+        furthest = np.zeros(len(values))
+        kept = values[-self.habit.size - self.habit.every :]
+        logs = np.array(list(map(math.log, kept.ravel().tolist()))).reshape(kept.shape)
+        furthest[-len(kept) :] = _furthest(logs)
+        take(self.habit, furthest)
         self.recent.extend([(-1, -1)] * min(len(furthest), PAIR_OF_ROWS))
         if len(ranks) == 2:
             for rank, column in zip(ranks, logs[-OWN_ROWS:].T.tolist(), strict=True):
@@ -138,43 +145,50 @@ class RankOutlier(Detector):
     def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
         if len(block.ranks) < 2:
             return []
-        logs: dict[str, Floats] = {}
+        values: dict[str, Floats] = {}
         whole = np.ones(len(block), dtype=np.bool_)  # rows in which every rank has every signal that there is
         for name in SIGNALS:
             signal = block.per_rank(name)
             if signal is not None:
-                known = logs_of(signal)
-                logs[name] = known.values
-                whole &= known.present.all(axis=1)
+                known = signal.present & np.isfinite(signal.values) & (signal.values > 0)
+                values[name] = np.where(known, signal.values, 1.0)
+                whole &= known.all(axis=1)
         whole[list(block.outliers)] = False
         found: list[tuple[int, Alarm]] = []
-        i = 0
+        i, size = 0, LARGEST_BLOCK
         while i < len(block):
-            end = min(len(block), i + LARGEST_BLOCK)
-            stop = i if not all(self._spreads[name].habit.full for name in logs) else self._quiet(logs, whole, i, end)
-            if stop > i:
-                self._since += stop - i
-                for rank in self._bad_data:
-                    self._bad_data[rank] += stop - i
-                for name, values in logs.items():
-                    part = values[i:stop]
-                    furthest, course, _ = self._spreads[name].ahead(part)
-                    self._spreads[name].take(block.ranks, part, furthest, course)
+            end = min(len(block), i + size)
+            stop = i
+            if all(self._spreads[name].habit.full for name in values):
+                stop += self._take(block.ranks, {name: of[i:end] for name, of in values.items()}, whole[i:end])
+            size = min(4 * size, LARGEST_BLOCK)
             if stop < end:
                 found.extend(self.update_rows(block, (stop,)))
-                stop += 1
+                stop, size = stop + 1, SMALLEST_BLOCK  # what was computed ahead is lost
             i = stop
         return found
 
-    def _quiet(self, logs: Mapping[str, Floats], whole: Bools, start: int, end: int) -> int:
-        """The first row from `start` on that is not whole or lies beyond a habit."""
-        loud = ~whole[start:end]
-        stop = start + (int(loud.argmax()) if loud.any() else end - start)
-        for name, values in logs.items():
-            if stop > start:
-                beyond = self._spreads[name].ahead(values[start:stop])[2]
-                stop = start + int(beyond.argmax()) if beyond.any() else stop
+    def _take(self, ranks: tuple[int, ...], values: Mapping[str, Floats], whole: Bools) -> int:
+        """Take in the rows before the first that is not whole or lies beyond a habit. Returns how many."""
+        stop = len(whole) if whole.all() else int(whole.argmin())
+        if not stop:
+            return 0
+        for name, of in values.items():
+            beyond = self._spreads[name].beyond(of[:stop]) if stop else whole[:0]
+            if beyond.any():
+                stop = int(beyond.argmax())
+        if stop:
+            self._since += stop
+            for rank in self._bad_data:
+                self._bad_data[rank] += stop
+            for name, of in values.items():
+                self._spreads[name].take(ranks, of[:stop])
         return stop
+
+
+def _furthest(logs: Floats) -> Floats:
+    """(m, R) -> (m,): the largest distance of a rank from the median of the ranks."""
+    return np.asarray(np.abs(logs - middle(np.sort(logs, axis=1))[:, None]).max(axis=1), dtype=np.float64)
 
 
 DETECTOR = RankOutlier

@@ -15,12 +15,13 @@ from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.observe import TRIANGLE, reduce_ratio
 from runhealth.diagnose.robust import Baseline
-from runhealth.diagnose.windows import Ahead, settled, take_looking
+from runhealth.diagnose.windows import Ahead, push, refreshes, settled, take_looking
 from runhealth.storage.blocks import Floats
 
 HELD_FRAMES = 32
 REARM_FRAMES = 256
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 4096
+NEARLY = 1e-6
 Z_ALARM = 4.0  # where norms are measured on different samples, the ratio scatters around its habit
 
 
@@ -79,7 +80,6 @@ class ReduceNorm(Detector):
         whole &= means > 0
         ratios = np.divide(norm.values, means, out=np.full(len(block), np.nan), where=whole)
         loud = norm.present & ~(whole & (ratios > 0))  # what can be measured in part, or is 0
-        logs = np.array([math.log(r) if r > 0 else math.nan for r in ratios.tolist()])
         rows = np.flatnonzero(norm.present)
         found: list[tuple[int, Alarm]] = []
         at, size = 0, SMALLEST_BLOCK
@@ -88,7 +88,7 @@ class ReduceNorm(Detector):
             some = loud[rows[at:end]]
             stop = at + (int(some.argmax()) if some.any() else end - at)
             if stop > at:
-                stop = at + self._take(ratios[rows[at:stop]], logs[rows[at:stop]])
+                stop = at + self._take(ratios[rows[at:stop]])
             size = min(4 * size, LARGEST_BLOCK)
             if stop < end:
                 found.extend(self.update_rows(block, (int(rows[stop]),)))
@@ -96,23 +96,29 @@ class ReduceNorm(Detector):
             at = stop
         return found
 
-    def _take(self, ratios: Floats, logs: Floats) -> int:
+    def _take(self, ratios: Floats) -> int:
         """Take in the rows before the first whose ratio may be over the habit. Returns how many."""
         habit = self._habit
-        if not settled(habit):
-            return 0
-        over = ratios > TRIANGLE
+        logs, over = np.log(ratios), ratios > TRIANGLE  # nearly: NumPy's differs in the last bit
         looks, stop = np.flatnonzero(over), len(ratios)
-        if len(looks):
+        if len(looks) and not settled(habit):
+            looks, stop = looks[:0], int(looks[0])
+        elif len(looks):
             ahead = Ahead(habit, logs, looks)
-            far = over & ((logs - ahead.center()) / ahead.sigma() >= Z_ALARM)
+            far = over & ((logs - ahead.center()) / ahead.sigma() >= Z_ALARM - NEARLY)
             stop = int(far.argmax()) if far.any() else stop
         if stop:
             looks = looks[looks < stop]
             self._since += stop
             self._held = stop - 1 - int(looks[-1]) if len(looks) else self._held + stop
             self._largest = max(self._largest, float(ratios[:stop].max()))
-            take_looking(habit, logs[:stop], looks)
+            for end in [*refreshes(habit, looks)[-1:], stop]:  # what the baseline keeps of them is exact
+                kept = slice(max(0, end - habit.size), end)
+                logs[kept] = list(map(math.log, ratios[kept].tolist()))
+            if len(looks):
+                take_looking(habit, logs[:stop], looks)
+            else:
+                push(habit, logs[:stop])
         return stop
 
 

@@ -34,6 +34,7 @@ STALL_COST_SHARE = 0.005
 SLOWER = 1.5
 SLOWER_FRAMES = 8
 SLOWER_S = 30.0  # a hiccup of the host is over sooner
+FEW_ROWS = 64
 MUCH_SLOWER = 2.0  # under this, a schedule (longer sequences, wider attention) is as likely as a fault
 COSTLY_SHARE = 0.05  # of all time
 OVER_FRAMES = 16  # so many frames at the old pace: the slowdown is over
@@ -89,8 +90,11 @@ class StepTime(Detector):
         found: list[tuple[int, Alarm]] = []
         part = Chunks(self._time, len(rows))
         while part:
-            stop = part.at + self._first_slow(seconds[part.at : part.end])
-            if stop > part.at:
+            if part.end - part.at <= FEW_ROWS:  # among many slow steps arrays cost more than they save
+                stop = part.at + self._pass(steps[part.at : part.end].tolist(), seconds[part.at : part.end].tolist())
+            else:
+                stop = part.at + self._first_slow(seconds[part.at : part.end])
+            if stop > part.at and part.end - part.at > FEW_ROWS:
                 quiet = seconds[part.at : stop]
                 self._frames += len(quiet)
                 self._total_s = total(self._total_s, quiet)
@@ -105,6 +109,23 @@ class StepTime(Detector):
                 found.extend(self.update_rows(block, (int(rows[stop]),)))
                 part.loud(stop)
         return found
+
+    def _pass(self, steps: list[int], seconds: list[float]) -> int:
+        """Take in the rows before the first slow one, one by one. Returns how many."""
+        time = self._time
+        for i, value in enumerate(seconds):
+            ready = time.ready
+            if ready and value / time.center >= SLOWER:
+                return i
+            self._frames += 1
+            self._total_s += value
+            if self._slowdowns and self._slowdowns[-1].end is None:
+                self._slowdowns[-1].follow(steps[i], value)
+            time.push(value)
+            if ready:
+                self._slower.clear()
+                self._slower_s = 0.0
+        return len(seconds)
 
     def _first_slow(self, seconds: Floats) -> int:
         """The first that is much slower than usual; their number if none is."""

@@ -18,7 +18,7 @@ from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock, Signal
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median
-from runhealth.diagnose.windows import medians
+from runhealth.diagnose.windows import medians, push
 from runhealth.storage.blocks import Ints
 
 EXCESS = 0.10
@@ -81,6 +81,10 @@ class Straggler(Detector):
         plain = np.isfinite(compute).all(axis=1) & (others > 0)  # all ranks have it
         excess = np.divide(ordered[:, -1], others, out=np.full(len(block), np.nan), where=plain) - 1
         loud = np.flatnonzero(~(excess <= EXCESS)).tolist()
+        if not loud and self._frames <= 0:
+            push(self._habit, excess)
+            self._since += len(block)
+            return []
         slow = compute.argmax(axis=1)
         wait, least = _waits(waits, slow) if waits is not None else ([None] * len(block), [None] * len(block))
         rows = list(
@@ -93,7 +97,7 @@ class Straggler(Detector):
             if self._frames <= 0 and usual[row] <= EXCESS:
                 later = bisect_left(loud, row)
                 stop = loud[later] if later < len(loud) else len(rows)
-                self._habit.extend(usual[row:stop])
+                push(self._habit, excess[row:stop])
                 self._since += stop - row
                 row = stop
             elif is_plain[row]:

@@ -70,29 +70,35 @@ class UpdateJump(Detector):
         return found
 
     def _take(self, ratios: Floats, rates: Floats, steps: list[int]) -> int:
-        """Take in the rows before the first in which updates may be large or the rate jumps, or one of the two was not
-        measured. Returns how many."""
-        if self._jumped < JUMP_ROWS or not settled(self._ratio) or not settled(self._rate):
-            return 0
-        loud = ~(np.isfinite(ratios) & (ratios > 0) & np.isfinite(rates) & (rates > 0))
+        """Take in the rows before the first in which updates may be large, or the rate jumps or was not measured.
+        Returns how many."""
+        loud = ~(np.isfinite(rates) & (rates > 0))
         loud |= rates > JUMP * np.concatenate([[self._last_rate], rates[:-1]])
         stop = int(loud.argmax()) if loud.any() else len(loud)
-        if stop and ratios[:stop].max() > FACTOR * min(float(ratios[:stop].min()), min(self._ratio.values)):
-            ahead, pace = Ahead(self._ratio, ratios[:stop]), Ahead(self._rate, rates[:stop]).center()
-            rise = np.divide(rates[:stop], pace, out=np.ones(stop), where=pace > 0)
-            usual = ahead.center() * np.maximum(1.0, rise)
-            high = (ratios[:stop] > FACTOR * usual) & (ratios[:stop] - usual > SIGMAS * ahead.sigma())
-            stop = int(high.argmax()) if high.any() else stop
+        rows = np.flatnonzero(np.isfinite(ratios[:stop]) & (ratios[:stop] > 0))
+        ready = self._jumped >= JUMP_ROWS and settled(self._ratio) and settled(self._rate)
+        if len(rows) and not ready:
+            rows, stop = rows[:0], int(rows[0])
+        found = ratios[rows]
+        if len(rows) and found.max() > FACTOR * min(float(found.min()), min(self._ratio.values)):
+            ahead, pace = Ahead(self._ratio, found), Ahead(self._rate, rates[rows]).center()
+            usual = ahead.center() * np.maximum(
+                1.0, np.divide(rates[rows], pace, out=np.ones(len(rows)), where=pace > 0)
+            )
+            high = (found > FACTOR * usual) & (found - usual > SIGMAS * ahead.sigma())
+            if high.any():
+                rows, stop = rows[: int(high.argmax())], int(rows[high.argmax()])
         if stop:
             self._jumped += stop
             self._last_rate = float(rates[stop - 1])
-            self._young += stop
-            self._quiet += stop
+        if len(rows):
+            self._young += len(rows)
+            self._quiet += len(rows)
             if self._quiet >= REARM_ROWS:
                 self._told = False
-            self._recent.extend((step, False) for step in steps[max(0, stop - OF_ROWS) : stop])
-            take(self._ratio, ratios[:stop])
-            take(self._rate, rates[:stop])
+            self._recent.extend((steps[row], False) for row in rows[-OF_ROWS:].tolist())
+            take(self._ratio, ratios[rows])
+            take(self._rate, rates[rows])
         return stop
 
     def _row(self, attempt: int, step: int, ratio: float | None, rate: float | None) -> Alarm | None:

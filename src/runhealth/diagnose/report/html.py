@@ -100,7 +100,9 @@ def _curves(report: Report) -> str:
     if report.first_step is None or report.last_step is None:
         return ""
     steps = (report.first_step, report.last_step)
-    bands = [_band(finding, steps[1]) for finding in reversed(report.findings)]
+    # What never came back ended with its attempt: the steps after it are those of another one.
+    ends = {a.attempt: a.last_step for a in report.attempts}
+    bands = [_band(finding, ends.get(finding.attempt, steps[1])) for finding in reversed(report.findings)]
     bands += [
         Band(first=a.first_step, last=a.first_step, look="attempt", label=f"attempt {a.attempt} begins")
         for a in report.attempts[1:]

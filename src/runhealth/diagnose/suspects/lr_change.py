@@ -7,17 +7,16 @@ the loss follows.
 import math
 from collections.abc import Iterator
 
-from runhealth.diagnose import queries
+from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
-LEAD_STEPS = 32
 FACTOR = 1.4
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    first, last = case.loss_step - LEAD_STEPS, case.loss_step
+    first, last = observe.lead_from(case), case.loss_step
     attempt = case.incident.attempt
     jump = _jump(case, first, last)
     if jump is None:

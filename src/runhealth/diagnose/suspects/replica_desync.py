@@ -2,19 +2,22 @@
 
 Checksums of replicated parameters differ between ranks: a missing reduce, a wrapper that lost a parameter, a step that
 some ranks skip. The loss often looks fine for a long time. One rank that computed something else in the very step is
-`silent_corruption`.
+`silent_corruption`, and so is a difference in one layer alone. Which of two ranks left the other, only its own past
+tells.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.replica_layers import layer_evidence, layers_apart
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
 LEAST_LOG = 0.3
+SAMPLE_STEPS = 64  # checksums are at most so many steps apart
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
@@ -55,23 +58,44 @@ def _apart(case: Case) -> Iterator[Evidence]:
         baseline=1.0,
         query=queries.distinct("param_checksum", frame.attempt, frame.step),
     )
-    own = observe.values(case.between(frame.step - 4, frame.step), lambda f: f.per_rank("param_checksum").get(odd[0]))
-    if len(named) == 1 and len(own) >= 2 and own[-1][1] == own[-2][1]:
+    still = _stood_still(case, frame, named or tuple(sorted(sums)))
+    if still is not None:
+        rank, before = still
         yield Evidence(
-            claim=f"rank {named[0]} did not step at all: its parameters are those of the step before",
+            claim=f"rank {rank} did not step at all: its parameters are those of step {before:,}",
             weight_nats=2.0,
-            steps=(own[-2][0], frame.step),
-            ranks=named,
+            steps=(before, frame.step),
+            ranks=(rank,),
         )
+    apart = layers_apart(case, frame.step, max(last, case.horizon_step))
+    found = None if apart is None else layer_evidence(apart, one_nats=-2.0, all_nats=2.0)
+    if found is not None:
+        yield found
     yield from _computed(case, frame)
+
+
+def _stood_still(case: Case, frame: Frame, ranks: Sequence[int]) -> tuple[int, int] | None:
+    """The one rank of these whose checksum is that of its sample before, and the step of it."""
+    still = []
+    for rank in ranks:
+        own = [
+            (f.step, sums[rank])
+            for f in case.between(frame.step - SAMPLE_STEPS, frame.step)
+            if rank in (sums := f.per_rank("param_checksum"))
+        ]
+        if len(own) >= 2 and own[-1][1] == own[-2][1]:
+            still.append((rank, own[-2][0]))
+    return still[0] if len(still) == 1 else None
 
 
 def _computed(case: Case, frame: Frame) -> Iterator[Evidence]:
     """Weights that were hit show at once in what the rank computes; an update that went apart shows slowly."""
     for signal in ("loss", "grad_norm_rank"):
         usual = observe.rank_spread(case, signal)
-        for later in case.between(frame.step, frame.step + 2):
+        for later in case.between(case.onset_step, frame.step + 2):
             odd = observe.odd_rank({r: float(v) for r, v in later.per_rank(signal).items()})
+            if len(later.per_rank(signal)) == 2:
+                odd = observe.odd_of_two(case, later, signal)
             if usual != usual or odd is None or abs(odd.log_ratio) <= max(LEAST_LOG, 2.0 * usual):
                 continue
             yield Evidence(

@@ -1,7 +1,8 @@
 """Silent data corruption on one rank.
 
 One rank's gradient, before the reduce, is unlike its peers' while its data are like theirs; or the norm of the mean
-gradient is over the mean of the ranks' norms, which no correct reduce yields; or one replica's parameters differ once.
+gradient is over the mean of the ranks' norms, which no correct reduce yields; or one replica's parameters differ, in
+one layer.
 A collective spreads it to all ranks, so the ranks' own values are looked at first.
 """
 
@@ -12,6 +13,7 @@ from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.frames import Frame
+from runhealth.diagnose.replica_layers import layer_evidence, layers_apart
 from runhealth.diagnose.robust import Baseline
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
@@ -30,7 +32,8 @@ def investigate(case: Case) -> Iterator[Evidence]:
     if not frames:
         return
     found = list(_non_finite(frames)) + list(_odd(case, frames)) + list(_reduce(case, frames))
-    found += list(_checksum(frames))
+    seen = max([last, *(alarm.step for alarm in case.alarms("param_checksum"))])  # checksums come every few steps
+    found += list(_checksum(case, case.between(case.onset_step - BEFORE_STEPS, seen)))
     yield from found
     if not any(e.weight_nats > 0 for e in found):
         yield Evidence(
@@ -51,12 +54,16 @@ def _odd(case: Case, frames: list[Frame]) -> Iterator[Evidence]:
             odd = observe.odd_rank({r: float(v) for r, v in frame.per_rank(signal).items()})
             if odd is None or abs(odd.log_ratio) <= limit:
                 continue
+            if len(frame.per_rank(signal)) == 2:
+                odd = observe.odd_of_two(case, frame, signal)
+                if odd is None:
+                    continue  # the two differ, and nothing tells which of them is the odd one
             name = "gradient norm before the reduce" if signal == "grad_norm_rank" else "loss"
             again = sum(_is_odd(later, signal, odd.rank, limit) for later in frames if later.step > frame.step)
             far = abs(odd.log_ratio)
             # ranks' norms have heavy tails: once, and by less than 3 x, is little
             strength = 3.0 if far > 2 * limit else 2.5 if again or far > ONCE_LOG else 1.0
-            # of two ranks the odd one is the one that left the habit; of three the others agree
+            # of two ranks the odd one is the one that left its own past; of three the others agree
             alone = len(frame.ranks) < 3 or odd.next_ratio < 0.3 * abs(odd.log_ratio)
             strange = [o for o in case.outliers(case.between(frame.step - 2, frame.step)) if o.batch.rank == odd.rank]
             told = any(b.rank == odd.rank and b.values for b in frame.batches)
@@ -96,7 +103,8 @@ def _odd(case: Case, frames: list[Frame]) -> Iterator[Evidence]:
 
 def _is_odd(frame: Frame, signal: str, rank: int, limit: float) -> bool:
     odd = observe.odd_rank({r: float(v) for r, v in frame.per_rank(signal).items()})
-    return odd is not None and odd.rank == rank and abs(odd.log_ratio) > limit
+    who = odd is not None and (odd.rank == rank or len(frame.per_rank(signal)) == 2)
+    return odd is not None and who and abs(odd.log_ratio) > limit
 
 
 def _non_finite(frames: list[Frame]) -> Iterator[Evidence]:
@@ -149,7 +157,7 @@ def _reduce(case: Case, frames: list[Frame]) -> Iterator[Evidence]:
             return
 
 
-def _checksum(frames: list[Frame]) -> Iterator[Evidence]:
+def _checksum(case: Case, frames: list[Frame]) -> Iterator[Evidence]:
     for frame in frames:
         sums = frame.per_rank("param_checksum")
         groups: dict[float, list[int]] = {}
@@ -168,13 +176,29 @@ def _checksum(frames: list[Frame]) -> Iterator[Evidence]:
                 baseline=1.0,
                 query=queries.distinct("param_checksum", frame.attempt, frame.step),
             )
+        if len(sums) == 2:
+            yield Evidence(
+                claim="the parameters of the two replicas differ; which of them is the wrong one, they do not tell",
+                weight_nats=1.5,
+                steps=(frame.step, frame.step),
+                value=2.0,
+                baseline=1.0,
+                query=queries.distinct("param_checksum", frame.attempt, frame.step),
+            )
+        apart = layers_apart(case, frame.step, case.horizon_step)
+        in_layers = None if apart is None else layer_evidence(apart, one_nats=2.5, all_nats=-2.0)
+        if in_layers is not None:
+            yield in_layers
         return
 
 
 SUSPECT = Suspect(
     name="silent_corruption",
     title="silent data corruption",
-    needs=Needs(any=("grad_norm_rank", "nonfinite_count", "param_checksum"), optional=("token_entropy", "grad_norm")),
+    needs=Needs(
+        any=("grad_norm_rank", "nonfinite_count", "param_checksum"),
+        optional=("token_entropy", "grad_norm"),
+    ),
     investigate=investigate,
     action="rollback_and_repair",
     remedy="take the rank's device out, go back to before the step, and compare its results with another device's",

@@ -36,7 +36,7 @@ _CLOCK = re.compile(r"\W{0,3}\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?
 # `[ 10/5005]`, `| 20/100 [00:01<…`, `[640/60000 (1%)]`: batches of an epoch, or of the whole training
 _BATCH = re.compile(
     r"(?:(?P<open>[\[|])|(?<![\w/.:-]))\s{0,9}(?P<step>\d{1,15})\s?/\s?(?P<total>\d{1,15})(?![\w/.:-])"
-    r"(?P<close>\s{0,3}[\])(\[])?"
+    r"(?P<close>\s{0,3}[\])(\[━])?"  # the last: the bar of Keras 3
 )
 _BAR = re.compile(r"\s*\d{1,3}%\|[^|]{0,400}\|\s*\d")  # without a name before it: not that of a download or a map
 _EPOCH = re.compile(r"\b(?:epoch|train)\b(?:\(train\))?\W{0,6}(?P<epoch>\d{1,6})(?![\d.]|\s?%)", re.I)
@@ -44,6 +44,9 @@ _EPOCH_LINE = re.compile(r"\s*Epoch\s+(?P<epoch>\d{1,6})\s*/\s*\d{1,6}\s*\Z")
 # A head line, then one indented line for each value: OLMo, Composer
 _HEAD = re.compile(r"\[(?:step|batch)=(?P<step>\d{1,18})(?:/(?P<total>\d{1,18}))?[,\]]")
 _INDENTED = re.compile(rf"\s{{2,}}(?P<name>[A-Za-z_][\w./() -]{{0,120}}?)\s*[:=]\s*(?P<value>{NUMBER})\s*\Z", re.I)
+# CLU, the metric writer of JAX examples: `logging_writer.py:48] [20] grad_norm=0.5, loss=3.2`
+_CLU = re.compile(r"\w\.py:\d{1,6}\] \[(?P<step>\d{1,18})(?:/(?P<total>\d{1,18}))?\] (?=[\w./-]+=)")
+_BLANK = (" ", "\t")
 _DEEPSPEED = re.compile(r"\bstep=(?P<step>\d{1,18}), skipped=(?P<skipped>\d{1,18}), lr=\[(?P<lr>[^,\]]{1,40})")
 _PAIR = re.compile(
     rf"(?P<name>[A-Za-z_][\w./-]{{0,60}}(?: [A-Za-z_][\w./-]{{0,60}}){{0,3}}?)['\"]?"
@@ -82,7 +85,7 @@ class _KeyValue:
                 continue
             if "oss" in line or "OSS" in line:
                 fields = _fields_of(line)
-                placed = _STEP.search(line) or _batch(line) or _dict_at(line) >= 0
+                placed = _STEP.search(line) or _batch(line) or _dict_at(line) >= 0 or _CLU.search(line)
                 if headed and (match := _INDENTED.match(line)):
                     fields, placed = {_known_tail(match["name"], ""): 0}, True
                 found += bool(placed) and _has_loss(fields)
@@ -114,11 +117,11 @@ class _Parser:
         self._read = FieldReader(_places)
 
     def __call__(self, line: str, number: int) -> Sequence[TextRow | Mark]:  # noqa: ARG002
-        if self._head is not None and line[:1] == " " and (match := _INDENTED.match(line)):
+        if self._head is not None and line[:1] in _BLANK and (match := _INDENTED.match(line)):
             return self._indented(match)
         if "[" in line and (head := _HEAD.search(line)):
             self._head = int(head["step"]), int(head["total"]) if head["total"] else None
-        if match := _STEP.search(line):
+        if match := _STEP.search(line) or _CLU.search(line):
             return self._stepped(line, match)
         if match := _batch(line):
             return self._batch_of_epoch(line, match)
@@ -165,7 +168,7 @@ class _Parser:
             return None  # an earlier word may be the step of a line with other digits
         if "," in match[0] or "." in match[0] or "skipped=" in line:
             return None
-        if _HEAD.search(line) or (line[:1] == " " and _INDENTED.match(line)):
+        if _HEAD.search(line) or (line[:1] in _BLANK and _INDENTED.match(line)):
             return None
         fields = spots_of(_places(line), 0)
         if fields is None:
@@ -183,7 +186,7 @@ class _Parser:
     def inert(self, line: str) -> bool:
         if "oss" in line or "poch" in line or "{'" in line or "%|" in line or "skipped=" in line:
             return False
-        if _ANY_STEP.search(line) or _ANY_BATCH.search(line) or (line[:1] == " " and _INDENTED.match(line)):
+        if _ANY_STEP.search(line) or _ANY_BATCH.search(line) or (line[:1] in _BLANK and _INDENTED.match(line)):
             return False
         return _HEAD.search(line) is None and self._mapped.isdisjoint(self._read(line))
 
@@ -297,11 +300,14 @@ def _places(line: str) -> list[tuple[str, int, int]]:
 
 
 def _part(part: str, at: int, found: list[tuple[str, int, int]]) -> None:
-    met = False
+    paired: list[tuple[int, int]] = []
     for match in _PAIR.finditer(part):
-        met = True
+        paired.append(match.span())
         found.append(_place(match["name"], match["unit"] or match["paren"], match, at))
-    if met:
+    if paired:
+        # `step 10 loss 2.5 lr=1e-4`: what stands between the pairs counts if its name is known.
+        if paired[0][0] > 0 or len(part) > paired[-1][1] + 4:
+            _between(part, at, paired, found)
         return
     if match_ := _SPACED.match(part):
         found.append(_place(match_["name"], match_["unit"], match_, at))
@@ -309,6 +315,15 @@ def _part(part: str, at: int, found: list[tuple[str, int, int]]) -> None:
         found.append(_place("step", match_["unit"], match_, at))
     else:
         found.extend(_place(match["name"], match["unit"], match, at) for match in _WORD_PAIR.finditer(part))
+
+
+def _between(part: str, at: int, paired: list[tuple[int, int]], found: list[tuple[str, int, int]]) -> None:
+    for match in _WORD_PAIR.finditer(part):
+        apart = all(match.end() <= start or match.start() >= end for start, end in paired)
+        if apart and target_of(match["name"]) is not None:
+            place = _place(match["name"], match["unit"], match, at)
+            if all(name != place[0] for name, _, _ in found):
+                found.append(place)
 
 
 def _place(name: str, unit: str | None, match: re.Match[str], at: int) -> tuple[str, int, int]:

@@ -2,7 +2,7 @@
 
 Their steps go back and forth: 105, 5, 106, 6, ... Taken for one run, each line would be a restart. A step that goes
 back is therefore held until the next rows have shown whether the higher steps go on as well. If they do, the run that
-the log began with is kept, and the lines of the other are rejected.
+is ahead is kept, and the lines of the other are rejected.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ class Lanes:
         if self._rejected:
             self._tally.note(
                 f"{self._rejected} rows belong to a second run that writes into this log, at steps of its own; "
-                "expected one run: the one that the log begins with is read"
+                "expected one run: the one that is ahead is read"
             )
 
     def _rows_of(self, rows: Rows) -> Iterator[Item]:

@@ -80,6 +80,7 @@ SIGNAL_NAMES: Mapping[str, tuple[str, ...]] = {
         "grad/norm",
         "optim/total_grad_norm",
         "gradients/global_norm",
+        "l2_norm/grad/global",
         "actor/grad_norm",
     ),
     "grad_norm_rank": ("grad_norm_rank", "local_grad_norm"),
@@ -215,7 +216,7 @@ _MAX_NAME = 200
 _MISTAKABLE = re.compile(r"step|loss|time|grad|iter")
 _EVAL_LOSS = re.compile(r"(?:eval|val|valid|validation|dev)[/_](?:\w+[/_])?(?:loss|ce|nll|cross_entropy)\Z")
 _EVALUATION = re.compile(r"(?:eval|val|valid|validation|dev|test|predict)[/_]|bbox/|segm/")
-_LIGHTNING_LR = re.compile(r"lr-[A-Z]\w*(?:/pg1)?\Z")
+_LIGHTNING_LR = re.compile(r"lr-[A-Z]\w*(?:/pg1|/group0)?\Z")  # /group0: Composer
 _PREFIX = re.compile(r"(?:train|training|trainer|metrics|perf|timing|optim)/")
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {

@@ -6,7 +6,6 @@ history (field 2), the console output (4 and 13) for how the job failed, the run
 Checksums are CRC-32 over type and data; a chunk that fails is rejected, and reading goes on with the next block.
 """
 
-import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from runhealth.storage.importers.lines import without_ansi
 from runhealth.storage.importers.names import Names
 from runhealth.storage.importers.protobuf import fields
 from runhealth.storage.importers.rows import RowBuilder
+from runhealth.storage.jsontext import parse_json
 from runhealth.storage.records import EventKind
 
 _HEADER = b":W&B"
@@ -167,7 +167,7 @@ def _item(data: bytes) -> tuple[str, object]:
             elif number == 2:
                 nested.append(value.decode("utf-8", "replace"))
             elif number == 16:
-                found = json.loads(value)  # NaN and infinities as bare words or as text
+                found = parse_json(value)  # NaN and infinities as bare words or as text
             elif number == 6 and len(value) == 8:
                 found = struct.unpack("<d", value)[0]
         elif number == 5:

@@ -1,5 +1,6 @@
 """GPUs, their memory, and the links between them."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -39,8 +40,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"cluster: expected {name} > 0, met {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"cluster: expected {name} > 0 and finite, met {getattr(self, name)}")
 
     @property
     def gpus(self) -> int:
@@ -72,6 +73,6 @@ def parse_bytes(text: str) -> float:
         size = float(match[1]) * _UNITS[match[2]]
     except (ValueError, KeyError):
         raise ConfigError(f"expected a size such as 80GB or 80GiB, met {text!r}") from None
-    if not size > 0:
-        raise ConfigError(f"expected a size above 0, met {text!r}")
+    if not 0 < size < math.inf:
+        raise ConfigError(f"expected a size above 0 and finite, met {text!r}")
     return size

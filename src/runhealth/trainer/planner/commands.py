@@ -10,6 +10,7 @@ from runhealth.trainer.planner.cluster import Cluster, parse_bytes
 from runhealth.trainer.planner.estimate import Job
 from runhealth.trainer.planner.shape import PRESETS, from_params, preset
 
+MOST_TOKENS = 1e18  # in one step
 LARGE = 100e9  # parameters from which on 16M tokens a step are usual
 DEFAULTS = Cluster()
 
@@ -69,6 +70,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     batch_tokens = arguments.batch_tokens or (2**24 if shape.params >= LARGE else 2**22)
     if batch_tokens < arguments.seq_len:
         raise ConfigError(f"--batch-tokens: expected at least one sequence, {arguments.seq_len}, met {batch_tokens:g}")
+    if batch_tokens > MOST_TOKENS:
+        raise ConfigError(f"--batch-tokens: expected at most {MOST_TOKENS:.0e}, met {batch_tokens:g}")
     job = Job(
         shape=shape,
         seq_len=arguments.seq_len,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from runhealth.storage.errors import ConfigError
 
 NEAR = 0.05  # a parameter count this close to a preset's takes the preset's shape
+MOST_PARAMS = 1e18
 ASPECT = 128  # width over layers of the Llama family, for counts that no preset is near to
 
 
@@ -127,10 +128,10 @@ def from_params(params: float) -> ModelShape:
     given.
 
     Raises:
-        ConfigError: fewer than a million parameters, or not a finite number.
+        ConfigError: fewer than a million parameters, more than `MOST_PARAMS`, or not a number.
     """
-    if not (math.isfinite(params) and params >= 1e6):
-        raise ConfigError(f"--params: expected at least 1e6 parameters, such as 7e9, met {params:g}")
+    if not 1e6 <= params <= MOST_PARAMS:
+        raise ConfigError(f"--params: expected 1e6 to {MOST_PARAMS:.0e} parameters, such as 7e9, met {params:g}")
     nearest = min(PRESETS.values(), key=lambda shape: abs(math.log(shape.params / params)))
     if abs(nearest.params / params - 1) <= NEAR:
         return replace(nearest, given_params=params)

@@ -83,10 +83,7 @@ def walk(job: Job, cluster: Cluster) -> Walk:
         )
         stops.append(Stop(family=family, best=best, fitting=len(fitting), looked_at=len(found)))
     if not any(stop.looked_at for stop in stops):
-        raise ConfigError(
-            f"expected at least one sequence a replica, met {job.sequences} sequences of {job.seq_len} tokens a step "
-            f"for {cluster.gpus} GPUs with {job.shape.layers} layers: enlarge --batch-tokens or take fewer GPUs"
-        )
+        raise ConfigError(_no_layout(job, cluster))
     chosen: Estimate | None = None
     for stop in stops:
         if stop.fitting and stop.best and (chosen is None or stop.best.step_s < chosen.step_s * (1 - WORTH)):
@@ -98,30 +95,54 @@ def layouts(job: Job, cluster: Cluster, family: Family) -> Iterator[Layout]:
     """All layouts of a family that use every GPU, with equal work for each."""
     shape = job.shape
     recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for tp, pp in _splits(job, cluster, family):
+        dp = cluster.gpus // (tp * pp)
+        for zero, micro_batch in itertools.product(family.zeros, MICRO_BATCHES):
+            count, rest = divmod(job.sequences, dp * micro_batch)
+            if rest or not count or (zero and dp == 1):
+                continue
+            for interleave, recompute in itertools.product(INTERLEAVES, recomputes):
+                if interleave > 1 and (pp == 1 or count % pp or shape.layers % (pp * interleave)):
+                    continue
+                yield Layout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero=zero,
+                    micro_batch=micro_batch,
+                    microbatches=count,
+                    interleave=interleave,
+                    recompute=recompute,
+                )
+
+
+def _splits(job: Job, cluster: Cluster, family: Family) -> Iterator[tuple[int, int]]:
+    """Tensor-parallel and pipeline sizes of a family that divide the model and the GPUs."""
     for tp in _powers(family.most_tp):
-        if shape.heads % tp or cluster.gpus % tp:
+        if job.shape.heads % tp or cluster.gpus % tp:
             continue
         for pp in _powers(min(family.most_pp, cluster.gpus // tp)):
-            if cluster.gpus % (tp * pp) or (pp > 1 and -(-shape.layers // pp) * (pp - 1) >= shape.layers):
+            if cluster.gpus % (tp * pp) or (pp > 1 and -(-job.shape.layers // pp) * (pp - 1) >= job.shape.layers):
                 continue
-            dp = cluster.gpus // (tp * pp)
-            for zero, micro_batch in itertools.product(family.zeros, MICRO_BATCHES):
-                count, rest = divmod(job.sequences, dp * micro_batch)
-                if rest or not count or (zero and dp == 1):
-                    continue
-                for interleave, recompute in itertools.product(INTERLEAVES, recomputes):
-                    if interleave > 1 and (pp == 1 or count % pp or shape.layers % (pp * interleave)):
-                        continue
-                    yield Layout(
-                        dp=dp,
-                        tp=tp,
-                        pp=pp,
-                        zero=zero,
-                        micro_batch=micro_batch,
-                        microbatches=count,
-                        interleave=interleave,
-                        recompute=recompute,
-                    )
+            yield tp, pp
+
+
+def _no_layout(job: Job, cluster: Cluster) -> str:
+    """Why the sequences of a step can be dealt to no number of replicas, and what to change."""
+    found = {cluster.gpus // (tp * pp) for family in families(job, cluster) for tp, pp in _splits(job, cluster, family)}
+    least = min(found)
+    met = f"met {job.sequences} sequences of {job.seq_len} tokens a step for {cluster.gpus} GPUs"
+    if job.sequences < least:
+        return (
+            f"expected at least one sequence a replica, {met} with {job.shape.layers} layers, which make {least}"
+            f" replicas or more: enlarge --batch-tokens to {least * job.seq_len} or above, or take fewer GPUs"
+        )
+    below = job.sequences // least * least * job.seq_len
+    return (
+        f"expected as many sequences for every replica, {met}, which make"
+        f" {' or '.join(map(str, sorted(found)))} replicas: --batch-tokens {below} or"
+        f" {below + least * job.seq_len} divides equally; or choose another number of GPUs"
+    )
 
 
 def _wider(job: Job, cluster: Cluster, chosen: Estimate | None) -> Estimate | None:
