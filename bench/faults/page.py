@@ -115,8 +115,7 @@ def _what_costs(figures: Mapping[str, Any]) -> list[str]:
         f"under 85 % of the runs: {', '.join(f'`{name}`' for name in missed) or 'none'}. What would tell them apart: "
         "the share of non-finite inputs of a batch (`nan_batch`), the cosine of each rank's gradient with the mean "
         "(`sdc_sign`), the gradient norm before and after the reduce on each rank (`sdc_reduce`, `sdc_exponent`), "
-        "the checksum of each layer where replicas differ, which is recorded (`sdc_weights`), Adam's betas in the "
-        "log (`wrong_beta2`). See docs/decisions/340-the-fault-bench.md."
+        "Adam's betas in the log (`wrong_beta2`). See docs/decisions/340-the-fault-bench.md."
     )
     return ["## What costs the bars", "", *textwrap.wrap(costs, 118, break_on_hyphens=False), ""]
 

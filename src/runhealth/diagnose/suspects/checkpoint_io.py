@@ -27,7 +27,9 @@ def investigate(case: Case) -> Iterator[Evidence]:
     for alarm in told[:1]:
         yield Evidence(claim=alarm.message, weight_nats=3.5, steps=(alarm.onset_step, alarm.step))
         if alarm.kind == "checkpoint_corrupt":
-            yield Evidence(claim="its files are not those that were written", weight_nats=1.5)
+            yield Evidence(
+                claim="nothing can be loaded from it: it was not written whole, or has changed since", weight_nats=1.5
+            )
     saving = phases.extra(case, phases.SAVE)
     slow = phases.slow_frames(case)
     saved = [f.step for f in slow if (phases.longest(f, phases.SAVE) or 0.0) > 0]
