@@ -357,6 +357,39 @@ def test_a_publisher_that_slept_while_another_removed_logs_goes_on(log_for: LogF
     assert [record.step for record in RunReader.open(run.path).records()] == list(range(31))
 
 
+def test_a_poller_ahead_of_the_publisher_that_has_to_follow_anew_gets_nothing_twice(
+    log_for: LogFor, run: RunInfo, one_step: OneStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [log_for(rank) for rank in (0, 1)]
+    poller = RunReader.open(run.path)
+
+    def write(first: int, last: int) -> list[Record]:
+        for number in range(first, last):
+            for rank, log in enumerate(logs):
+                log.append(one_step(number, rank))
+        return [one for number in range(first, last) for rank in (0, 1) for one in one_step(number, rank)]
+
+    wanted = write(0, 3)
+    Publisher(run.path).publish()
+    wanted += write(3, 8)
+    got = poller.poll()
+    wanted += write(8, 9)
+    read = RunTail.read
+
+    def retired(*_: object) -> list[Record]:
+        monkeypatch.setattr(RunTail, "read", read)
+        raise RetiredLogError("made")
+
+    monkeypatch.setattr(RunTail, "read", retired)
+    for _ in range(3):
+        got += poller.poll()
+    wanted += write(9, 10)
+    got += poller.poll()
+    assert sorted(got, key=order) == sorted(wanted, key=order)
+    for log in logs:
+        log.close()
+
+
 def test_waiting_for_another_publisher(log_for: LogFor, run: RunInfo) -> None:
     with log_for() as log:
         log.append([step(0)])

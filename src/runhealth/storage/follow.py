@@ -5,6 +5,7 @@ often the database was built anew; so it is enough to count, for each table, att
 that are in no part yet were given out.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import polars as pl
@@ -33,6 +34,7 @@ class PublishedFollower:
             rows = [(*key[1:], count) for key, count in (given or {}).items() if key[0] == table]
             self._given[table] = pl.DataFrame(rows, schema=_GIVEN, orient="row")
         self.offsets: dict[str, int] = {}  # bytes of each rank log that what was given out covers
+        self.ahead: Counter[tuple[str, int, int]] = Counter()  # of `given`, what is not published yet
 
     def read(self) -> list[Record]:
         """Records that were published since the last call, ordered like `RunReader.records()`."""
@@ -70,8 +72,10 @@ class PublishedFollower:
                     done = part.first_row + part.rows
             self._in_parts[table] = done
             frame = view.query(view.recent[table])
-            fresh, _ = _beyond(frame, given)
+            fresh, left = _beyond(frame, given)
             records += build(fresh, names.get(table, {}))
+            if left is not None:
+                self.ahead.update({(table, attempt, rank): count for attempt, rank, count in left.iter_rows() if count})
             self._given[table] = frame.group_by(_KEY).agg(pl.len().cast(pl.Int64).alias("given"))
         return records
 

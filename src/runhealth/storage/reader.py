@@ -38,6 +38,7 @@ class RunReader:
         self._pid = os.getpid()
         self._polled = False
         self._given: Counter[tuple[str, int, int]] = Counter()  # table, attempt, rank -> records that poll() gave out
+        self._ahead: Counter[tuple[str, int, int]] = Counter()  # of these, what the tail will say once more
         self._follower: PublishedFollower | None = None
         self._series = SeriesCache()
 
@@ -78,19 +79,34 @@ class RunReader:
             records = self._follow() if self._polled else self._first_poll()
             self._polled = True
             for record in records:
-                self._given[TABLE_OF[type(record)].name, record.attempt, record.rank] += 1
+                self._given[_key(record)] += 1
             return records
 
     def _follow(self) -> list[Record]:
         if self._followed is None:
             return []
         try:
-            return sorted(self._followed.read(_POLL_BYTES), key=order)
+            return sorted(self._unsaid(self._followed.read(_POLL_BYTES)), key=order)
         except RetiredLogError:
             follower = PublishedFollower(self.info, self._given)
             records = follower.read()
             self._followed = RunTail(self.info.path, follower.offsets)
+            self._ahead = follower.ahead
             return records
+
+    def _unsaid(self, records: list[Record]) -> list[Record]:
+        """Without those that were given out before the logs were followed anew: of each rank the first so many."""
+        if not self._ahead:
+            return records
+        unsaid = []
+        for record in records:
+            key = _key(record)
+            if self._ahead[key] > 0:
+                self._ahead[key] -= 1
+            else:
+                unsaid.append(record)
+        self._ahead = +self._ahead
+        return unsaid
 
     def refresh(self) -> None:
         """Take in what was published and logged since; `sql` does so by itself."""
@@ -207,3 +223,7 @@ class RunReader:
                 one for one in found if one.line < followed.get(one.why.partition(": ")[0], one.line + 1)
             ] + view.tail.rejected()
         return found
+
+
+def _key(record: Record) -> tuple[str, int, int]:
+    return TABLE_OF[type(record)].name, record.attempt, record.rank
