@@ -3,12 +3,7 @@
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,32 +23,6 @@ from runhealth.storage.store import RunInfo, Store
 LogFor = Callable[..., RankLog]
 OneStep = Callable[..., list[Record]]
 NO_S3 = importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(url, timeout=1).close()
-                break
-            except OSError:
-                if time.monotonic() > deadline or server.poll() is not None:
-                    raise
-                time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.skipif(NO_S3, reason="needs moto and s3fs"))])

@@ -3,13 +3,9 @@
 import dataclasses
 import importlib.util
 import json
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,30 +166,9 @@ def test_a_run_finds_its_own_cadence_and_saves_by_it(tiny: TrainConfig, store: S
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    """moto's server, and what fsspec needs to know of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(url, timeout=1).close()
-                break
-            except OSError:
-                if time.monotonic() > deadline or server.poll() is not None:
-                    raise
-                time.sleep(0.1)
-        yield {"key": "x", "secret": "x", "endpoint_url": url}
-    finally:
-        server.kill()
-        server.wait()
+def s3(s3_server: str) -> dict[str, str]:
+    """What fsspec needs to know of the server."""
+    return {"key": "x", "secret": "x", "endpoint_url": s3_server}
 
 
 @pytest.mark.skipif(NO_S3, reason="needs moto and s3fs")
