@@ -36,7 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument("--results", type=Path, help="where the results are (default: the committed ones)")
     report.add_argument("--page", action="store_true", help="also write docs/bench.md and its pictures")
     commands.add_parser("real", help="hold the simulated ranks against the real trainer")
+    heal = commands.add_parser("heal", help="roll back the runs of a split that have a true loss spike; store the end")
+    heal.add_argument("--split", choices=("tuning", "report"), default="report", help="default: %(default)s")
+    heal.add_argument("--limit", type=int, help="at most so many runs; results are printed, not stored")
+    heal.add_argument(
+        "--cache", type=Path, default=default_cache(), help="where `run` left the telemetry (%(default)s)"
+    )
+    heal.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     args = parser.parse_args(argv)
+    if args.command == "heal":
+        return _heal(args)
     if args.command == "real":
         from bench.faults import real
 
@@ -81,6 +90,46 @@ def _store(args: argparse.Namespace, plans: Sequence[RunPlan], found: Iterable[d
         if part:
             results.write(split, part, args.out or results.FOLDER)
     return 0
+
+
+def _heal(args: argparse.Namespace) -> int:
+    from bench.faults import results
+
+    stored = {result["name"]: result for result in results.read(args.split)}
+    plans = [
+        plan
+        for plan in runs()
+        if (known := stored.get(plan.name)) is not None
+        and (not plan.kind or known["truth"]["cause"] == "benign" or known["spike"] is not None)
+    ][: args.limit]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    by_base: dict[tuple[int, str], list[RunPlan]] = {}
+    for plan in plans:
+        by_base.setdefault((plan.scene.seed, plan.scene.precision), []).append(plan)
+    found = _in_pool(args.jobs, "base", _heal_base, [(args.cache, group) for group in by_base.values()])
+    healed = [result for part in found for result in part]
+    from bench.faults import heal
+
+    if args.limit is None:
+        results.write_healed(args.split, healed)
+    else:
+        print("\n".join(json.dumps(result) for result in healed))
+    print(json.dumps(heal.summary(healed), indent=1))
+    return 0
+
+
+def _heal_base(cache: Path, plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
+    """All runs of one base."""
+    from bench.faults import corpus, heal, make
+
+    make.single_threaded()
+    loaded = corpus.load(cache)
+    checkpoints = heal.states_of(corpus=loaded, plan=plans[0])
+    return [
+        heal.heal(cache, loaded, plan, policy, checkpoints)
+        for plan in plans
+        for policy in (heal.POLICIES if plan.kind else ("auto", "asked"))
+    ]
 
 
 def _in_pool(jobs: int, what: str, call: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,79 +1,30 @@
 """The kinds of run: which fault, in which precision, at which severities, and on which split.
 
-The splits were fixed before any result was looked at:
+This is generation 2 of the splits. They were fixed before any result of this generation was looked at:
 
-- by base seed: bases 0 to 2 are for tuning, bases 100 to 102 for the report;
+- by base seed: bases 0 to 2 are for tuning, bases 200 to 202 for the report;
 - by severity: the tuning runs use the three severities below, those of the report are drawn around them (up to a factor
   of `JITTER` either way), so that none is met twice;
-- by kind: the kinds marked `held_out` are in the report alone. No threshold, weight or calibration has seen them.
+- by kind: the kinds of `held_out.py` are in the report alone. They were written down by somebody who had not seen the
+  suspects, while those who wrote detectors and suspects had not seen them. No threshold, weight or calibration has.
+
+Generation 1 reported on bases 100 to 102 and held out bad_shard_shuffle, nan_batch, rank_duplicate, wrong_beta2,
+sdc_exponent and long_sequences. Its figures were read, missed three bars, and led to new signals and new rules; so what
+it held out is not unseen any more, and its six kinds are tuned on like all others here. Every draw of a run contains
+the number of the generation: a run of generation 2 is none of generation 1 under another name.
 """
 
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import dataclasses
 from typing import Any
 
-from bench.faults.clock import WORLD
+from bench.faults import held_out
+from bench.faults.kind import Kind
 
-from runhealth.trainer.config import FaultSpec
-
-TUNING_SEEDS, REPORT_SEEDS = range(3), range(100, 103)
-JITTER = 1.4
-DENSE = ("fp32", "fp32", "fp8", "fp16", "moe")  # drawn from; fp32 twice as often
-Params = Mapping[str, float | int | str]
+GENERATION = 2
+TUNING_SEEDS, REPORT_SEEDS = range(3), range(200, 203)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """`severities` goes from low to high; where `cap` is set a drawn severity stays at or under it, where `whole` it
-    is rounded. `resume`: the fault begins at a resume. `tail` steps follow the onset. `ranked`: a rank is drawn.
-    `visit`: the onset is the first step of a visit of a shard. `scene`: instead of a fault, something healthy that
-    happens at the onset."""
-
-    name: str
-    cause: str
-    fault: str = ""
-    severities: tuple[float, float, float] = (0.0, 1.0, 2.0)
-    params: Params = field(default_factory=dict)
-    precisions: tuple[str, ...] = DENSE
-    tail: int = 36
-    cap: float | None = None
-    whole: bool = False
-    resume: bool = False
-    ranked: bool = False
-    visit: bool = False
-    held_out: bool = False
-    scene: str = ""
-    fixed: bool = False  # severities are levels, not amounts: never jittered
-
-    @property
-    def benign(self) -> bool:
-        return self.cause == "benign"
-
-    def severity(self, level: int, jitter: random.Random | None) -> float:
-        """Of level 0 to 2."""
-        value = self.severities[level]
-        if jitter is not None and not self.fixed:
-            value *= JITTER ** jitter.uniform(-1.0, 1.0)
-        if self.cap is not None:
-            value = min(value, self.cap)
-        return float(round(value)) if self.whole else value
-
-    def spec(self, onset: int, level: int, severity: float, draw: random.Random) -> FaultSpec | None:
-        if not self.fault:
-            return None
-        params: dict[str, Any] = {"step": onset, **self.params}
-        if not self.fixed:
-            params["severity"] = int(severity) if self.whole else severity
-        if self.ranked:
-            params["rank"] = draw.randrange(WORLD)
-        for key, value in params.items():
-            if isinstance(value, tuple):  # by level
-                params[key] = value[level]
-        return FaultSpec(name=self.fault, params=params)
-
-
-def _shard(mode: str, held_out: bool = False) -> Kind:
+def _shard(mode: str) -> Kind:
     return Kind(
         name=f"bad_shard_{mode}",
         cause="bad_shard",
@@ -83,7 +34,6 @@ def _shard(mode: str, held_out: bool = False) -> Kind:
         cap=1.0,
         ranked=True,
         visit=True,
-        held_out=held_out,
     )
 
 
@@ -100,12 +50,12 @@ def _corruption(mode: str, severities: tuple[float, float, float], **changes: An
 
 
 COMPUTE_S = 0.82
-KINDS: tuple[Kind, ...] = (
+TUNED: tuple[Kind, ...] = (
     # data
     _shard("noise"),
     _shard("zeros"),
     _shard("repeat"),
-    _shard("shuffle", held_out=True),
+    _shard("shuffle"),
     Kind(
         name="label_shift",
         cause="bad_shard",
@@ -122,7 +72,6 @@ KINDS: tuple[Kind, ...] = (
         precisions=("fp32", "moe"),
         whole=True,
         ranked=True,
-        held_out=True,
     ),
     *(
         Kind(
@@ -145,7 +94,6 @@ KINDS: tuple[Kind, ...] = (
         whole=True,
         fixed=False,
         cap=3,
-        held_out=True,
     ),
     # learning rate and optimizer
     Kind(name="lr_jump", cause="lr_change", fault="lr_change", severities=(4.0, 10.0, 30.0)),
@@ -173,7 +121,6 @@ KINDS: tuple[Kind, ...] = (
         fault="wrong_beta2",
         severities=(0.5, 0.1, 0.01),
         cap=0.7,
-        held_out=True,
     ),
     Kind(
         name="adam_staleness",
@@ -202,7 +149,14 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="fp16_collapse", cause="loss_scale", fault="fp16_overflow", severities=(8, 11, 14), precisions=("fp16",)),
     # a resume that does not restore the loss scale, which then has to find its level again
     Kind(name="scaler_reset", cause="loss_scale", scene="scaler", resume=True, precisions=("fp16",), fixed=True),
-    Kind(name="clip_breach", cause="clip_breach", fault="clip_breach", severities=(15.0, 50.0, 200.0)),
+    # in fp16 such a burst overflows, and the loss scale falls until it fits: that is `fp16_collapse`
+    Kind(
+        name="clip_breach",
+        cause="clip_breach",
+        fault="clip_breach",
+        severities=(15.0, 50.0, 200.0),
+        precisions=("fp32", "fp32", "fp8", "moe"),
+    ),
     Kind(
         name="logits_attention",
         cause="logit_growth",
@@ -221,7 +175,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     _corruption("scale", (10.0, 100.0, 1e4)),
     _corruption("sign", (0.5, 0.75, 1.0), cap=1.0),
-    _corruption("exponent", (1, 4, 16), whole=True, held_out=True),
+    _corruption("exponent", (1, 4, 16), whole=True),
     _corruption("reduce", (1.0, 4.0, 30.0)),
     _corruption("weights", (4, 64, 1024), whole=True),
     *(
@@ -274,7 +228,6 @@ KINDS: tuple[Kind, ...] = (
         fault="compute_straggler",
         severities=tuple(COMPUTE_S * share for share in (0.3, 0.6, 1.0)),
         params={"mode": "length"},
-        held_out=True,
     ),
     Kind(name="slow_link", cause="comm_straggler", fault="comm_straggler", severities=(0.08, 0.2, 0.6), ranked=True),
     Kind(name="stall_storage", cause="dataloader_stall", fault="dataloader_stall", severities=(0.4, 1.0, 3.0)),
@@ -365,5 +318,6 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="epoch_boundary", cause="benign", scene="epoch", fixed=True),
     Kind(name="slow_blip", cause="benign", scene="blip", fixed=True, severities=(1.8, 2.5, 4.0)),
 )
+KINDS = (*TUNED, *(dataclasses.replace(kind, held_out=True) for kind in held_out.KINDS))
 BY_NAME = {kind.name: kind for kind in KINDS}
 HELD_OUT = tuple(kind.name for kind in KINDS if kind.held_out)

@@ -81,7 +81,7 @@ def _step(
     return records
 
 
-class _Fork:
+class Fork:
     """A run while it is made."""
 
     def __init__(self, cache: Path, corpus: Corpus, plan: RunPlan) -> None:
@@ -131,14 +131,14 @@ class _Fork:
                 ending = (step + self.resumes.pop(step), step)
             if ending is not None and step == ending[0]:
                 step = ending[1]
-                self._resume(step, kept[step])
+                self.resume(step, kept[step])
                 ending = None
-            if self._ended(step):
+            if self.ended(step):
                 return
-            self._one(step)
+            self.one(step)
             step += 1
 
-    def _one(self, step: int) -> None:
+    def one(self, step: int) -> None:
         scene, kind = self.plan.scene, self.kind
         here = step == scene.distractor_step
         self.world.lr_factor = LR_NUDGE if scene.distractor == "lr_nudge" and step >= scene.distractor_step else 1.0
@@ -155,7 +155,7 @@ class _Fork:
             )
         self.records.extend(_step(self.world, self.recorder, step, blip=blip, pause_s=pause_s))
 
-    def _resume(self, step: int, state: dict[str, Any]) -> None:
+    def resume(self, step: int, state: dict[str, Any]) -> None:
         self.world.load(state)
         if step == self.plan.onset:
             self.world.resumed(step)
@@ -165,7 +165,7 @@ class _Fork:
         self.recorder.now_ns += int(DOWN_S * 1e9)
         self.records.extend(self.recorder.started(step, checkpoint=step))
 
-    def _ended(self, step: int) -> bool:
+    def ended(self, step: int) -> bool:
         """A rank died or hangs before this step: write what the others leave behind."""
         ends = {rank: fault.ends(step) for rank in range(clock.WORLD) for fault in self.world.faults[rank]}
         gone = [rank for rank, end in ends.items() if end]
@@ -254,7 +254,7 @@ def fork(cache: Path, corpus: Corpus, plan: RunPlan) -> None:
     if (folder / f"{plan.name}.json").exists():
         return
     base(cache, corpus, plan.scene.seed, plan.scene.precision)
-    made = _Fork(cache, corpus, plan)
+    made = Fork(cache, corpus, plan)
     made.run()
     telemetry.write(folder / f"{plan.name}.jsonl.gz", made.records)
     temporary = folder / f"{plan.name}.{os.getpid()}.tmp"

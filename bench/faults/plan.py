@@ -1,4 +1,5 @@
-"""Which runs the bench is made of: every draw is a function of the base seed and the run's name."""
+"""Which runs the bench is made of: every draw is a function of the base seed, the run's name and the generation of the
+splits."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ from typing import Any
 
 from bench.faults.clock import WORLD
 from bench.faults.corpus import DATA
-from bench.faults.kinds import BY_NAME, KINDS, REPORT_SEEDS, TUNING_SEEDS, Kind
+from bench.faults.kind import Kind
+from bench.faults.kinds import BY_NAME, GENERATION, KINDS, REPORT_SEEDS, TUNING_SEEDS
 from bench.faults.telemetry import EPOCH_STEPS
 from bench.faults.world import CHECKPOINT_EVERY
 
@@ -99,7 +101,8 @@ def runs(seeds: Iterator[int] | range | None = None) -> Iterator[RunPlan]:
 
 def _run(split: str, kind: Kind, level: int, repeat: int) -> RunPlan:
     name = f"{kind.name}-{split[0]}{level}{repeat}"
-    draw = random.Random(f"run/{name}")
+    key = f"generation {GENERATION}/{name}"
+    draw = random.Random(f"run/{key}")
     seeds = TUNING_SEEDS if split == "tuning" else REPORT_SEEDS
     seed = draw.choice(list(seeds))
     precision = draw.choice(kind.precisions)
@@ -112,7 +115,7 @@ def _run(split: str, kind: Kind, level: int, repeat: int) -> RunPlan:
     elif kind.visit:
         onset = _next_visit(onset)
     chosen = scene(seed, precision, fork)
-    severity = kind.severity(level, None if split == "tuning" else random.Random(f"severity/{name}"))
+    severity = kind.severity(level, None if split == "tuning" else random.Random(f"severity/{key}"))
     return RunPlan(
         name=name,
         split=split,
@@ -122,7 +125,7 @@ def _run(split: str, kind: Kind, level: int, repeat: int) -> RunPlan:
         severity=severity,
         onset=onset,
         stop=onset + kind.tail,
-        draw=name,
+        draw=key,
     )
 
 

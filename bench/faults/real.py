@@ -33,8 +33,25 @@ CHECKS: tuple[FaultSpec | None, ...] = (
     FaultSpec(name="silent_corruption", params={"step": ONSET, "rank": 2, "mode": "scale", "severity": 100.0}),
     FaultSpec(name="replica_desync", params={"step": ONSET, "rank": 3}),
     FaultSpec(name="wrong_beta2", params={"step": ONSET, "severity": 0.1}),
+    FaultSpec(name="clip_breach", params={"step": ONSET, "severity": 15.0}),
+    FaultSpec(name="nan_batch", params={"step": ONSET, "rank": 1}),
 )
-SIGNALS = ("loss", "grad_norm_rank", "grad_norm", "clip_coef", "lr", "update_ratio", "weight_norm", "consumed_samples")
+SIGNALS = (
+    "loss",
+    "grad_norm_rank",
+    "grad_projection_rank",
+    "grad_cosine_rank",
+    "grad_norm",
+    "clip_coef",
+    "lr",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "adam_eps",
+    "update_ratio",
+    "weight_norm",
+    "consumed_samples",
+)
 Key = tuple[int, int, str]
 
 
@@ -73,6 +90,7 @@ def _simulated(folder: str, spec: FaultSpec | None) -> Iterable[Record]:
 
 def _compare(real: list[Record], simulated: list[Record]) -> dict[str, Any]:
     here, there = _values(real), _values(simulated)
+    apart = sorted({name for _, _, name in here.keys() ^ there.keys()})
     worst: dict[str, float] = {}
     for key in here.keys() & there.keys():
         a, b = here[key], there[key]
@@ -80,6 +98,7 @@ def _compare(real: list[Record], simulated: list[Record]) -> dict[str, Any]:
         worst[key[2]] = max(worst.get(key[2], 0.0), 0.0 if same else abs(a - b) / max(abs(a), abs(b)))
     return {
         "compared": len(here.keys() & there.keys()),
+        "not_in_both": apart,
         "batches_equal": _batches(real) == _batches(simulated),
         "largest_difference": {name: float(f"{worst[name]:.2g}") for name in SIGNALS if name in worst},
         "verdicts_real": _verdicts(real),

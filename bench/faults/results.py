@@ -3,7 +3,7 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ def write(split: str, results: Iterable[dict[str, Any]], folder: Path = FOLDER) 
         "runs": len(lines),
     }
     about.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def write_healed(split: str, healed: Sequence[dict[str, Any]], folder: Path = FOLDER) -> None:
+    """What `bench.faults heal` made of the runs of a split."""
+    lines = [json.dumps(result, separators=(",", ":")) for result in sorted(healed, key=lambda r: r["name"])]
+    (folder / f"healed-{split}.jsonl").write_text("\n".join(lines) + "\n")
+    path = folder / "about.json"
+    known: dict[str, Any] = about(folder)
+    known[f"healed-{split}"] = {"commit": commit(), "engine": engine_hash(), "runs": len({r["name"] for r in healed})}
+    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def read(split: str, folder: Path = FOLDER) -> list[dict[str, Any]]:

@@ -22,7 +22,17 @@ def label(cache: Path, name: str) -> dict[str, Any]:
 
 def records(cache: Path, name: str) -> Iterator[Record]:
     """In the order in which they were written: by attempt and step, within a step by rank."""
+    yield from base_records(cache, name)
+    yield from own_records(cache, name)
+
+
+def base_records(cache: Path, name: str) -> Iterator[Record]:
+    """Those of the base that the run forks from, up to the fork."""
     truth = label(cache, name)
     for fork in range(truth["fork"] + 1):
         yield from telemetry.read(cache / "bases" / f"{truth['base']}-{fork}.jsonl.gz")
+
+
+def own_records(cache: Path, name: str) -> Iterator[Record]:
+    """Those of the run from the fork on."""
     yield from telemetry.read(cache / "runs" / f"{name}.jsonl.gz")

@@ -15,7 +15,7 @@ from bench.faults.clock import WORLD, Times
 from bench.faults.corpus import DATA
 from bench.faults.world import Outcome, World
 
-from runhealth.instrument.batches import token_statistics
+from runhealth.instrument.batches import nonfinite_share, token_statistics
 from runhealth.storage.records import (
     BatchRecord,
     CheckpointRecord,
@@ -157,6 +157,10 @@ class Recorder:
             "mem_reserved_bytes": RESERVED_BYTES + max(0, held - (2 << 30)),
             "mem_rss_bytes": (4 << 30) + wobble,
         }
+        for name, by_rank in (("grad_projection_rank", out.projections), ("grad_cosine_rank", out.cosines)):
+            value = by_rank[rank]
+            if value is not None:
+                values[name] = value
         if out.router_load_max:
             values["router_load_max"] = out.router_load_max[rank]
         if world.precision == "fp16":
@@ -175,6 +179,7 @@ class Recorder:
                 second_moment_norm=out.second_moment_norm,
                 consumed_samples=(step + 1) * WORLD * DATA.batch_size,
                 epoch=(step + 1) / EPOCH_STEPS,
+                **out.hyper,  # every step, as update_ratio
             )
             if world.precision == "fp16":
                 values.update(loss_scale=out.loss_scale, step_skipped=int(out.skipped))
@@ -205,6 +210,9 @@ class Recorder:
             chosen = list(part.positions)
             inputs, labels = batch.inputs[chosen], batch.labels[chosen]
             values = token_statistics(inputs, labels, vocab_size=256, aligned=False)
+            share = nonfinite_share([batch.gain[chosen]])
+            if share is not None:
+                values["nonfinite_share"] = share
             yield BatchRecord(
                 attempt=self.attempt,
                 step=step,

@@ -1,6 +1,8 @@
 """Four data-parallel ranks in one process, simulated exactly: each rank's own forward and backward pass, its gradient
 before the reduce, the mean of the gradients, one optimizer step.
 
+The model has one floating-point input, a gain of 1 for each sample, and fits into one bucket of the reduce.
+
 Replicas that are alike share their weights and moments in memory; ranks that a fault may set apart have their own. All
 parameters are views of one flat vector, and so are the gradients of each rank, so that norms are one call.
 """
@@ -18,10 +20,13 @@ from bench.faults.clock import WORLD
 from bench.faults.corpus import DATA, Corpus
 from torch import Tensor
 
+from runhealth.instrument import alignment
+from runhealth.instrument.hyper import of_group
 from runhealth.instrument.layers import layer_name
 from runhealth.trainer.config import CheckpointConfig, FaultSpec, ModelConfig, OptimConfig, TrainConfig
 from runhealth.trainer.data import BatchPlan, Part, ShardReader
 from runhealth.trainer.fault import Fault, FaultContext, create
+from runhealth.trainer.gain import Gain
 from runhealth.trainer.model import build, next_byte_loss
 from runhealth.trainer.precision.fp8 import Fp8Linear
 from runhealth.trainer.schedule import learning_rate
@@ -62,12 +67,14 @@ class Replica:
 
 @dataclass(slots=True)
 class Batch:
-    """What one rank read: `rows` int64 [batch, seq + 1], and the inputs and labels that were made of them."""
+    """What one rank read: `rows` int64 [batch, seq + 1], the inputs and labels that were made of them, and the gain of
+    each sample, float32 [batch]."""
 
     parts: tuple[Part, ...]
     rows: Tensor
     inputs: Tensor
     labels: Tensor
+    gain: Tensor
 
 
 @dataclass(slots=True)
@@ -77,6 +84,8 @@ class Outcome:
     lr: float = 0.0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)  # before the reduce
+    projections: list[float | None] = field(default_factory=list)  # of that on what the reduce gave the rank
+    cosines: list[float | None] = field(default_factory=list)
     nonfinite: list[int] = field(default_factory=list)
     logit_max: list[float] = field(default_factory=list)
     attn_logit_max: list[float] = field(default_factory=list)
@@ -87,6 +96,7 @@ class Outcome:
     weight_norm: float = 0.0
     loss_scale: float = 1.0
     skipped: bool = False
+    hyper: dict[str, float] = field(default_factory=dict)  # what the optimizer used, where it made a step
     adam_rms: float = 0.0
     second_moment_norm: float = 0.0
     checksums: list[int] = field(default_factory=list)
@@ -120,6 +130,7 @@ class World:
         self.heldout = torch.from_numpy(self.readers[0].heldout(EVAL_SAMPLES))
         self.lr_factor = 1.0  # of a nudge that somebody made on purpose
         self._attention: list[float] = [0.0] * WORLD
+        self._gains = [Gain(model.get_submodule("embed")) for model in self.models]
         for rank, model in enumerate(self.models):
             self._watch_attention(rank, model)
             for fault in self.faults[rank]:
@@ -254,16 +265,9 @@ class World:
             0 if math.isfinite(norm) else int((~self.grads[rank].isfinite()).sum())
             for rank, norm in enumerate(out.grad_norms)
         ]
-        reduced = self.grads.mean(0)
-        if scaled:
-            reduced /= self.scale
+        self._reduce(step, out)
         lead = self._lead()
-        for replica in self.replicas:
-            replica.grad.copy_(reduced)
-            rank = replica.ranks[0]
-            for fault in self.faults[rank]:
-                fault.after_backward(step, self.models[rank])
-        found_inf = scaled and not bool(reduced.isfinite().all())
+        found_inf = scaled and not all(bool(replica.grad.isfinite().all()) for replica in self.replicas)
         out.skipped = found_inf
         for replica in self.replicas:
             self._update(step, replica, out, replica is lead, found_inf)
@@ -281,6 +285,26 @@ class World:
             out.precision = [self._precision(model) for model in self.models]
         return out
 
+    def _reduce(self, step: int, out: Outcome) -> None:
+        """The mean of the ranks' gradients, what faults do to it, how each rank's own gradient lies to that; unscaled
+        only then."""
+        mean = self.grads.mean(0)
+        results = [mean.clone() for _ in self.replicas]
+        numbers: dict[int, tuple[float | None, float | None]] = {}
+        for replica, result in zip(self.replicas, results, strict=True):
+            for fault in self.faults[replica.ranks[0]]:
+                fault.reduced(step, 0, result)
+            for rank in replica.ranks:
+                found = alignment.products(self.grads[rank], result).tolist()
+                numbers[rank] = alignment.projection(found), alignment.cosine(found)
+        out.projections = [numbers[rank][0] for rank in range(WORLD)]
+        out.cosines = [numbers[rank][1] for rank in range(WORLD)]
+        for replica, result in zip(self.replicas, results, strict=True):  # a replica's gradient lies in one of `grads`
+            replica.grad.copy_(result.div_(self.scale) if self.scale != 1.0 else result)
+            rank = replica.ranks[0]
+            for fault in self.faults[rank]:
+                fault.after_backward(step, self.models[rank])
+
     def _lead(self) -> Replica:
         """The replica of rank 0, which writes what is said of the whole job."""
         return next(replica for replica in self.replicas if 0 in replica.ranks)
@@ -297,6 +321,7 @@ class World:
     def _backward(self, step: int, rank: int, out: Outcome) -> None:
         model, faults = self.models[rank], self.faults[rank]
         for fault in faults:
+            fault.loss_scale = self.scale
             fault.before_step(step, model)
         parts = self.plan.batch(step, rank)
         for fault in faults:
@@ -305,7 +330,11 @@ class World:
         inputs, labels = rows[:, :-1], rows[:, 1:]
         for fault in faults:
             inputs, labels = fault.tokens(step, inputs, labels)
-        out.batches.append(Batch(parts=parts, rows=rows, inputs=inputs, labels=labels))
+        gain = torch.ones(len(rows))
+        for fault in faults:
+            gain = fault.gain(step, gain)
+        self._gains[rank].set(gain)
+        out.batches.append(Batch(parts=parts, rows=rows, inputs=inputs, labels=labels, gain=gain))
         logits = model(inputs)
         loss = next_byte_loss(logits, labels)
         out.losses.append(loss.item())
@@ -337,6 +366,8 @@ class World:
             before = replica.flat.clone()
             out.weight_norm = float(torch.linalg.vector_norm(before))
         if not found_inf:
+            if lead:
+                out.hyper = of_group(replica.optimizer.param_groups[0])
             replica.optimizer.step()
             for fault in self.faults[rank]:
                 fault.after_optimizer(step, model, replica.optimizer)

@@ -20,6 +20,12 @@ def _train(args: argparse.Namespace) -> int:
     return run_train(args)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from runhealth.trainer.replay_command import run_replay
+
+    return run_replay(args)
+
+
 def _plan(args: argparse.Namespace) -> int:
     from runhealth.trainer.planner.commands import run_plan
 
@@ -49,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     from runhealth.trainer.commands import add_train_arguments
     from runhealth.trainer.planner.commands import add_plan_arguments
+    from runhealth.trainer.replay_command import add_replay_arguments
 
     parser = argparse.ArgumentParser(
         prog="runhealth",
@@ -62,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train, resume, or roll back a run under supervision")
     add_train_arguments(train)
     train.set_defaults(call=_train)
+
+    replay = commands.add_parser("replay", help="play stretches of a run again, by orders of `diagnose replay`")
+    add_replay_arguments(replay)
+    replay.set_defaults(call=_replay)
 
     plan = commands.add_parser("plan", help="what fits into GPU memory, which layout, and why")
     add_plan_arguments(plan)

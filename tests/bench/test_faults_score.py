@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from bench.faults import plan, rules, score
-from bench.faults.kinds import HELD_OUT, KINDS, REPORT_SEEDS, TUNING_SEEDS
+from bench.faults import held_out, plan, rules, score
+from bench.faults.kinds import GENERATION, HELD_OUT, KINDS, REPORT_SEEDS, TUNING_SEEDS
 
 
 def said(kind: str = "loss_spike", onset: int = 100, severity: str = "warning", **changes: Any) -> dict[str, Any]:
@@ -114,12 +114,15 @@ def test_splits_share_nothing_that_matters() -> None:
     assert {run.scene.seed for run in report} == set(REPORT_SEEDS)
     assert not {run.kind for run in tuning} & set(HELD_OUT)
     assert set(HELD_OUT) <= {run.kind for run in report}
+    assert {run.kind for run in tuning} - {""} == {kind.name for kind in KINDS} - set(HELD_OUT)
+    assert set(HELD_OUT) == {kind.name for kind in held_out.KINDS}
+    assert all(f"generation {GENERATION}/" in run.draw for run in runs if run.kind)
     assert {run.kind for run in report} - {""} == {kind.name for kind in KINDS}
 
 
 def test_a_part_of_the_bench_is_the_same_as_in_the_whole() -> None:
     whole = {run.name: run for run in plan.runs()}
-    part = list(plan.runs([101]))
+    part = list(plan.runs([201]))
     assert part
     assert all(whole[run.name] == run for run in part)
 

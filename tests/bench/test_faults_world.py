@@ -10,6 +10,7 @@ from bench.faults.clock import WORLD, draw
 from bench.faults.corpus import DATA, Corpus
 from bench.faults.world import World
 
+from runhealth.storage.records import BatchRecord, StepRecord
 from runhealth.trainer.config import FaultSpec
 from runhealth.trainer.model import build, next_byte_loss
 
@@ -108,3 +109,57 @@ def test_nothing_in_the_telemetry_tells_the_truth_about_a_fault(data: Corpus) ->
     records = [*recorder.started(0), *recorder.step(0, world.train(0), draw(1, 0, lambda *_: 0.0))]
     assert "fault" not in repr(records)
     assert "lr_change" not in repr(records)
+
+
+def mean_projection(world: World, step: int) -> float:
+    found = world.train(step).projections
+    assert None not in found
+    return sum(found) / WORLD  # type: ignore[arg-type]
+
+
+def test_projections_average_to_1_unless_the_reduce_is_wrong(data: Corpus) -> None:
+    for precision in ("fp32", "fp16"):
+        breach = World(1, precision, data, [FaultSpec(name="clip_breach", params={"step": 1, "severity": 15.0})])
+        breach.scale = min(breach.scale, 2.0**10)  # under which the noise does not overflow
+        assert mean_projection(breach, 0) == pytest.approx(1.0, abs=1e-5)
+        out = breach.train(1)
+        assert sum(out.projections) / WORLD == pytest.approx(1.0, abs=1e-5)  # type: ignore[arg-type]
+        assert out.grad_norm == pytest.approx(15.0, rel=0.1)
+        assert out.grad_norms == pytest.approx([30.0] * WORLD, rel=0.1)
+    params = {"step": 1, "mode": "reduce", "severity": 1.0, "steps": 1}
+    wrong = World(1, "fp32", data, [FaultSpec(name="silent_corruption", params=params)])
+    clean = World(1, "fp32", data)
+    assert mean_projection(wrong, 0) == mean_projection(clean, 0)
+    out, expected = wrong.train(1), clean.train(1)
+    assert sum(out.projections) / WORLD == pytest.approx(0.5, rel=0.1)  # type: ignore[arg-type]
+    assert out.grad_norms == expected.grad_norms
+    assert len(set(out.checksums)) == 1  # alike on all ranks
+    assert mean_projection(wrong, 2) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_flipped_rank_is_turned_from_the_mean_of_the_others(data: Corpus) -> None:
+    params = {"step": 1, "rank": 2, "mode": "sign", "severity": 1.0}
+    world = World(1, "fp32", data, [FaultSpec(name="silent_corruption", params=params)])
+    for step in range(3):
+        out = world.train(step)
+        turned = [p - (p / c) ** 2 / WORLD < 0 for p, c in zip(out.projections, out.cosines, strict=True)]  # type: ignore[operator]
+        assert turned == [step > 0 and rank == 2 for rank in range(WORLD)]
+
+
+def test_records_hold_what_the_optimizer_used_and_what_came_in(data: Corpus) -> None:
+    faults = [
+        FaultSpec(name="wrong_beta2", params={"step": 1, "severity": 0.25}),
+        FaultSpec(name="nan_batch", params={"step": 2, "rank": 3, "severity": 2}),
+    ]
+    world = World(1, "fp32", data, faults)
+    recorder = telemetry.Recorder(world)
+    told, shares = [], []
+    for step in range(3):
+        records = recorder.step(step, world.train(step), draw(1, step, lambda *_: 0.0))
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        told.append([record.values.get("beta2") for record in steps])
+        shares.append([record.values["nonfinite_share"] for record in records if isinstance(record, BatchRecord)])
+        assert all(("grad_projection_rank" in record.values) == (step < 2) for record in steps)
+    beta2 = world.config.optim.beta2
+    assert told == [[beta2, None, None, None], [0.25, None, None, None], [0.25, None, None, None]]
+    assert shares == [[0.0] * WORLD, [0.0] * WORLD, [0.0, 0.0, 0.0, 2 / DATA.batch_size]]

@@ -192,6 +192,7 @@ def made(seed, attempt=0, first=0, rows=None, ranks=None):
         "tokens": column(np.full(shape, 4096)),
         "mystery": column(rng.random(shape), some(0.01)),
         **phases_and_optimizer(np.random.default_rng([seed, attempt, 1]), n, width),
+        **directions_and_settings(np.random.default_rng([seed, attempt, 2]), n, width),
     }
     kept = [name for name in all_of_it if name == "loss" or rng.random() < 0.7]
     ts_ns = (np.cumsum(gaps) + 10**15 * (attempt + 1))[:, None] + np.arange(width)
@@ -259,6 +260,34 @@ def phases_and_optimizer(rng, n, width):
     }
 
 
+def directions_and_settings(rng, n, width):
+    """A reduce that returns the mean until it does not, a rank that points elsewhere, settings that drift or jump."""
+    shape = (n, width)
+    start, rank = int(rng.integers(60, n)), int(rng.integers(0, width))
+    cosine = np.clip(0.6 + rng.choice([0.02, 0.1]) * rng.normal(size=shape), -1, 1)
+    projection = 1 + 0.2 * rng.normal(size=shape)
+    projection += 1 - projection.mean(axis=1, keepdims=True) + rng.choice([1e-6, 1e-2]) * rng.normal(size=(n, 1))
+    if rng.random() < 0.6:
+        cosine[start : start + 9, rank] *= -1
+    if rng.random() < 0.6:
+        projection[start : start + int(rng.choice([1, 5, 300]))] *= rng.choice([0.5, 0.97, 1.03])
+    cosine[rng.random(n) < 0.01, rank] = np.nan
+    beta2 = np.full(shape, 0.95)
+    beta2[start:] = rng.choice([0.95, 0.5, 0.94])
+    decay = 0.1 * np.ones(shape)
+    if rng.random() < 0.5:
+        decay[start:] = np.maximum(0.0, 0.1 - 0.002 * np.arange(n - start))[:, None]
+    head = np.zeros(shape, dtype=np.bool_)
+    head[:: int(rng.choice([1, 7])), 0] = True
+    some = None if rng.random() < 0.5 else rng.random(shape) < 0.98
+    return {
+        "grad_projection_rank": column(projection, some),
+        "grad_cosine_rank": column(cosine, some),
+        "beta2": column(beta2, head),
+        "weight_decay": column(decay, head),
+    }
+
+
 def batches_of(rng, n, width):
     micro = int(rng.choice([1, 2]))
     row, rank, batch = (a.ravel() for a in np.meshgrid(np.arange(n), np.arange(width), np.arange(micro), indexing="ij"))
@@ -276,6 +305,9 @@ def batches_of(rng, n, width):
             unique = np.where(bad, 0.99, unique)
     entropy[rng.integers(0, size, 3)] = np.nan
     known = rng.random(size) < 0.9
+    nonfinite = np.where(rng.random(size) < rng.choice([0.0, 0.002, 0.3]), 0.25, 0.0)
+    nonfinite[(row >= start) & (row < start + 3) & (rank == 0)] = 0.5
+    recorded = np.ones(size, dtype=np.bool_) if rng.random() < 0.5 else nonfinite > 0
     return BatchColumns(
         row=row, rank=rank, micro_batch=batch, ts_ns=10**15 + row, shards=shards,
         shard_names=tuple(f"{i:04d}" for i in range(16)), first_sample=row, last_sample=row + 15,
@@ -283,7 +315,7 @@ def batches_of(rng, n, width):
         shard_hash=[(2**63 + 5 if b and kind == "hash" else 7) if k else None for b, k in zip(bad, known, strict=True)],
         manifest_hash=[7] * size,
         columns={"token_entropy": column(entropy), "token_unique_share": column(unique, rng.random(size) < 0.9),
-                 "label_mismatch_share": column(np.zeros(size))},
+                 "label_mismatch_share": column(np.zeros(size)), "nonfinite_share": column(nonfinite, recorded)},
     )  # fmt: skip
 
 
@@ -297,6 +329,8 @@ def hashes_of(rng, size):
         hashes[start : start + 40] = hashes[: len(hashes[start : start + 40])]
     if rng.random() < 0.3:
         hashes[start:stop] = [None] * (stop - start)
+    if rng.random() < 0.4:  # batches of a step in common
+        hashes[start + 1 : start + 60 : 2] = hashes[start : start + 59 : 2][: len(hashes[start + 1 : start + 60 : 2])]
     return hashes
 
 
@@ -313,7 +347,7 @@ def layers_of(rng, n, width):
         columns={"overflow_count": column(rng.poisson(0.5, size)), "amax": column(rng.random(size)),
                  "amax_believed": column(np.ones(size), rng.random(size) < 0.5),
                  "grad_rms": column(norms, rng.random(size) < 0.9), "grad_norm": column(10 * norms),
-                 "update_norm": column(updates)},
+                 "update_norm": column(updates), "router_load_max": column(np.minimum(updates / 4, 1.0))},
     )  # fmt: skip
 
 

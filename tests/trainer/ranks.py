@@ -108,13 +108,17 @@ def layout(rank: int, config: TrainConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def _step(engine: Any, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
+def _step(engine: Any, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> tuple[float | None, float]:
+    """The mean loss of this rank's rows, where it knows one, and the norm."""
+    watch = Watch()
     tokens = batch(config, step).chunk(config.dp)[engine.place.dp]
-    engine.train(tokens[:, :-1], tokens[:, 1:], Watch())
+    engine.train(tokens[:, :-1], tokens[:, 1:], watch)
     engine.end_step()
-    nn.utils.clip_grads_with_norm_(engine.part.parameters(), config.optim.clip_threshold, engine.norm())
+    norm = engine.norm()
+    nn.utils.clip_grads_with_norm_(engine.part.parameters(), config.optim.clip_threshold, norm)
     optimizer.step()
     optimizer.zero_grad()
+    return (sum(watch.losses) / len(watch.losses) if watch.losses else None), float(norm)
 
 
 def _hashes(engine: Any, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -172,9 +176,14 @@ def load_layout(rank: int, config: TrainConfig, folder: str, more: int) -> dict[
         return {"error": str(error)}
     loaded = _hashes(engine, optimizer)
     engine.wrap()
-    for step in range(first, first + more):
-        _step(engine, optimizer, config, step)
-    return {"step": first, "loaded": loaded, "end": _hashes(engine, optimizer)}
+    done = [_step(engine, optimizer, config, step) for step in range(first, first + more)]
+    return {
+        "step": first,
+        "loaded": loaded,
+        "end": _hashes(engine, optimizer),
+        "losses": [loss for loss, _ in done],
+        "norms": [norm for _, norm in done],
+    }
 
 
 @job

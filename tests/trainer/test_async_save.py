@@ -22,7 +22,8 @@ from runhealth.trainer.config import CheckpointConfig, ModelConfig, OptimConfig,
 from runhealth.trainer.data import DataConfig
 from runhealth.trainer.folders import join
 from runhealth.trainer.launch import RunState
-from runhealth.trainer.supervisor import Supervisor, begin_with, create, newest_of
+from runhealth.trainer.origin import begin_with, newest_of
+from runhealth.trainer.supervisor import Supervisor, create
 
 Run = Callable[..., dict[int, Any]]
 
@@ -227,7 +228,7 @@ def test_a_new_run_begins_with_the_checkpoint_of_another_one_in_another_layout(
     config = dataclasses.replace(old_config, steps=16, parallel=ParallelConfig(pp=2, microbatches=2))
     run = create(store, "new", config)
     newest = Path(old.path) / checkpoints.relative_path(12, 0)
-    begun = newest_of(old)
+    begun = newest_of(old, config)
     begin_with(run, begun)
     assert Path(begun).samefile(newest)
     assert RunState.read(run.path).origin == begun
@@ -240,10 +241,20 @@ def test_a_new_run_begins_with_the_checkpoint_of_another_one_in_another_layout(
     assert min(r.step for r in found if isinstance(r, StepRecord)) == 12
     assert [info.step for info in checkpoints.committed(run.path)] == [16]
 
+    for other, message in (
+        (dataclasses.replace(config, steps=12), "before the new run's end at step 12, met step 12"),
+        (
+            dataclasses.replace(config, model=dataclasses.replace(config.model, width=32, heads=4)),
+            "--from old: expected a run of the same model, met width 16 instead of 32, heads 2 instead of 4",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            newest_of(old, other)
+
     (newest / ".metadata").write_bytes(b"")
     (Path(old.path) / checkpoints.relative_path(6, 0) / ".metadata").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"no checkpoint that verifies.*step-00000012/\.metadata"):
-        newest_of(old)
+        newest_of(old, config)
 
 
 def test_a_run_is_resumed_from_the_folder_behind_its_target(tiny: TrainConfig, store: Store, tmp_path: Path):

@@ -1,5 +1,7 @@
 import argparse
 import dataclasses
+import os
+import signal
 
 import pytest
 
@@ -17,6 +19,13 @@ def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     add_train_arguments(parser)
     return run_train(parser.parse_args(arguments))
+
+
+def test_sigterm_before_the_supervisor_has_taken_over_ends_as_ctrl_c_does(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runhealth.trainer.commands._new_run", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["train", "--recipe", "demo", "--store", str(tmp_path)]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_too_many_nodes_leave_no_run_behind(tmp_path):
@@ -42,6 +51,7 @@ def test_a_missing_package_is_said_before_a_run_is_created(tmp_path, monkeypatch
         (("--recipe", "nope"), r"expected one of .*\bdemo\b"),
         (("--recipe", "demo", "--fault", "nope"), r"expected one of .*\bbad_shard\b"),
         (("--recipe", "demo", "--fault", "fp8_stale_amax"), "expected precision fp8"),
+        (("--recipe", "demo", "--fault", "router_collapse"), r"a model with a router \(recipe experts\)"),
         (("--recipe", "demo", "--run", "old"), "resume it with `runhealth train --run old`"),
         (("--recipe", "demo", "--steps", "0"), "--steps: expected at least 1, met 0"),
         (("--run", "old", "--steps", "0"), "--steps: expected at least 1, met 0"),
@@ -56,6 +66,7 @@ def test_a_missing_package_is_said_before_a_run_is_created(tmp_path, monkeypatch
         (("--run", "old", "--from", "old"), "--from belongs to a new run"),
         (("--recipe", "demo", "--from", "old"), "run 'old' has no checkpoint that verifies"),
         (("--run", "old", "--nodes", "3"), "--nodes: expected at most one a rank, 2, met 3"),
+        (("--run", "old", "--min-world", "0"), "--min-world: expected at least 1, met 0"),
         (("--run", "old", "--spares", "-1"), "--spares: expected at least 0, met -1"),
         (("--run", "old", "--fault", "bad_shard"), "--fault belongs to a new run"),
     ],

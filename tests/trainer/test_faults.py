@@ -13,9 +13,9 @@ from runhealth.trainer.model import build
 from runhealth.trainer.precision.fp8 import scales
 
 
-def make(config: TrainConfig, text: str) -> Fault:
+def make(config: TrainConfig, text: str, rank: int = 0) -> Fault:
     plan = BatchPlan(data=config.data, seed=config.seed, world=config.world)
-    return create(FaultSpec.parse(text), FaultContext(config=config, plan=plan, rank=0))
+    return create(FaultSpec.parse(text), FaultContext(config=config, plan=plan, rank=rank))
 
 
 CAUSES = {
@@ -83,9 +83,37 @@ def test_stale_amax_shrinks_the_history_once_and_freezes_it(tiny: TrainConfig):
             assert not scale.frozen
 
 
-def test_clip_breach_adds_noise_of_the_norm_it_promises(tiny: TrainConfig):
-    model = build(tiny.model, tiny.data.seq_len, 0)
-    fault = make(tiny, "clip_breach:step=10,steps=2,severity=50")
+def _sent(config: TrainConfig, step: int, rank: int, loss_scale: float = 1.0) -> torch.Tensor:
+    """What the rank sends into the reduce where its own gradient is zero."""
+    model = build(config.model, config.data.seq_len, 0)
+    fault = make(config, "clip_breach:step=10,steps=2,severity=50", rank)
+    fault.attach(model)
+    fault.loss_scale = loss_scale
+    fault.before_step(step, model)
+    sum((parameter * 0.0).sum() for parameter in model.parameters()).backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+    fault.after_backward(step, model)
+    assert all(torch.equal(p.grad.flatten(), g) for p, g in zip(model.parameters(), gradients, strict=True))
+    return torch.cat(gradients)
+
+
+def test_clip_breach_adds_noise_to_each_rank_and_its_mean_has_the_norm_it_promises(tiny: TrainConfig):
+    for step, expected in ((9, 0.0), (10, 50.0), (11, 50.0), (12, 0.0)):
+        ranks = [_sent(tiny, step, rank) for rank in range(tiny.dp)]
+        assert float(torch.stack(ranks).mean(0).norm()) == pytest.approx(expected, rel=0.05)
+        if expected:
+            assert [float(rank.norm()) for rank in ranks] == pytest.approx([50 * tiny.dp**0.5] * tiny.dp, rel=0.05)
+            assert abs(float(torch.corrcoef(torch.stack(ranks[:2]))[0, 1])) < 0.05  # independent draws
+            assert torch.equal(ranks[1], _sent(tiny, step, 1))
+    assert not torch.equal(_sent(tiny, 10, 0), _sent(tiny, 11, 0))
+    torch.testing.assert_close(_sent(tiny, 10, 0, loss_scale=1024.0) / 1024.0, _sent(tiny, 10, 0))
+
+
+def test_clip_breach_disturbs_the_result_where_no_rank_has_the_whole_gradient(tiny: TrainConfig):
+    sharded = dataclasses.replace(tiny, parallel=dataclasses.replace(tiny.parallel, kind="zero3"))
+    model = build(sharded.model, sharded.data.seq_len, 0)
+    fault = make(sharded, "clip_breach:step=10,steps=2,severity=50")
+    fault.attach(model)
     for step, expected in ((9, 0.0), (10, 50.0), (11, 50.0), (12, 0.0)):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

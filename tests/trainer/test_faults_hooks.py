@@ -1,5 +1,6 @@
 """What each fault does at the hooks it uses: on its rank and in its steps, and nowhere else."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from runhealth.storage.errors import ConfigError
 from runhealth.trainer.config import FaultSpec, TrainConfig
 from runhealth.trainer.data import BatchPlan
 from runhealth.trainer.fault import Fault, FaultContext, create
+from runhealth.trainer.gain import Gain
 from runhealth.trainer.model import Transformer, build, next_byte_loss
 
 
@@ -102,13 +104,26 @@ def test_shifted_labels_are_one_position_off_on_their_share_of_rows(tiny, rows):
     assert torch.equal(fault.tokens(7, inputs, labels)[1], labels)
 
 
-def test_a_nan_batch_spoils_the_loss_of_one_rank_in_one_step(tiny, rows):
-    for rank, at, bad in ((1, 5, True), (1, 6, False), (0, 5, False)):
-        model = build(tiny.model, tiny.data.seq_len, 0)
-        fault = make(tiny, "nan_batch:step=5,rank=1", rank=rank)
-        fault.attach(model)
-        fault.before_step(at, model)
-        assert math.isnan(backward(model, rows)) is bad
+def test_a_nan_batch_spoils_the_gain_of_some_samples_of_one_rank_in_one_step(tiny):
+    for rank, at, bad in ((1, 5, 3), (1, 6, 0), (0, 5, 0)):
+        gain = make(tiny, "nan_batch:step=5,rank=1,severity=3", rank=rank).gain(at, torch.ones(4))
+        assert gain.isnan().tolist() == [True] * bad + [False] * (4 - bad)
+        assert gain[bad:].tolist() == [1.0] * (4 - bad)
+
+
+def test_gains_multiply_their_own_samples_through_all_micro_batches_in_training_only(tiny, rows):
+    model = build(tiny.model, tiny.data.seq_len, 0)
+    clean = model(rows[:, :-1])
+    gain = Gain(model.embed)
+    assert torch.equal(model(rows[:, :-1]), clean)  # none is set
+    gain.set(torch.ones(4))
+    assert torch.equal(model(rows[:, :-1]), clean)
+    for size in (4, 2, 1):
+        gain.set(torch.tensor([1.0, 1.0, math.nan, 1.0]))
+        logits = torch.cat([model(part) for part in rows[:, :-1].split(size)])
+        assert logits.isnan().flatten(1).any(1).tolist() == [False, False, True, False]
+        assert model.eval()(rows[:, :-1]).isfinite().all()
+        model.train()
 
 
 def test_drifting_evaluation_changes_letters_of_a_share_of_the_samples(tiny):
@@ -172,10 +187,31 @@ def test_a_dead_layer_gets_no_gradient(tiny, model, rows):
     assert any(g.any() for name, g in gradients(model).items() if not name.startswith("blocks.0"))
 
 
-def test_a_corrupt_reduce_adds_noise_of_the_norm_it_promises(tiny, model, rows):
+def test_a_corrupt_reduce_adds_noise_of_the_norm_it_promises_to_each_bucket_alike_on_all_ranks(tiny, model, rows):
     backward(model, rows)
     before = gradients(model)
-    make(tiny, "silent_corruption:step=5,mode=reduce,severity=4").after_backward(5, model)
+    flat = torch.cat([g.flatten() for g in before.values()])
+    faults = [make(tiny, "silent_corruption:step=5,mode=reduce,severity=4", rank=rank) for rank in range(2)]
+    found = []
+    for fault in faults:
+        fault.after_backward(5, model)  # this is not where it acts
+        for bucket in range(2):
+            found.append(flat.clone())
+            fault.reduced(5, bucket, found[-1])
+    assert all(torch.equal(g, before[name]) for name, g in gradients(model).items())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+    assert float((found[0] - flat).norm() / flat.norm()) == pytest.approx(4.0, rel=0.1)
+    faults[0].reduced(4, 0, flat)
+    assert torch.equal(flat, torch.cat([g.flatten() for g in before.values()]))
+
+
+def test_a_corrupt_reduce_of_sharded_gradients_shows_in_the_gradients(tiny, model, rows):
+    backward(model, rows)
+    before = gradients(model)
+    sharded = dataclasses.replace(tiny, parallel=dataclasses.replace(tiny.parallel, kind="zero3"))
+    make(sharded, "silent_corruption:step=5,mode=reduce,severity=4").after_backward(5, model)
     noise = torch.cat([(g - before[name]).flatten() for name, g in gradients(model).items()])
     clean = torch.cat([g.flatten() for g in before.values()])
     assert float(noise.norm() / clean.norm()) == pytest.approx(4.0, rel=0.1)

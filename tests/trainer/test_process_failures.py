@@ -20,7 +20,7 @@ from runhealth.trainer import checkpoints
 from runhealth.trainer.attempt import Progress
 from runhealth.trainer.config import CheckpointConfig, ParallelConfig, TrainConfig
 from runhealth.trainer.drill import ENVIRONMENT, Drill
-from runhealth.trainer.supervisor import Supervisor, create
+from runhealth.trainer.supervisor import INTERRUPTED, Supervisor, create
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")
 
@@ -162,6 +162,41 @@ def test_a_spare_takes_the_place_of_a_lost_node(config: TrainConfig, store: Stor
         (1, "node n2 takes the place of a lost one")
     ]
     assert weights(run, 160, 1) == weights(undisturbed, 160, 0)
+
+
+def test_a_suspended_agent_is_spoken_of_and_counts_as_lost_after_a_while(config: TrainConfig, store: Store):
+    """Its ranks train on, but nobody could start or end any there."""
+    config = dataclasses.replace(config, steps=100_000, checkpoint=CheckpointConfig(every=50, keep=2), timeout_s=4.0)
+    run = create(store, "run", config)
+    said: list[str] = []
+
+    def signal_agent(number: signal.Signals) -> None:
+        status = json.loads((Path(run.path) / "supervisor.json").read_text())
+        os.kill(status["agents"]["n1"], number)
+
+    def on_progress(progress: Progress) -> None:
+        if progress.attempt == 0 and progress.step >= 5 and "suspended" not in said:
+            said.append("suspended")
+            signal_agent(signal.SIGSTOP)
+        elif progress.attempt > 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "waiting for node n1" in line and sum("waiting for node n1" in text for text in said) == 1:
+            signal_agent(signal.SIGCONT)
+        elif "node n1 answers again" in line:
+            signal_agent(signal.SIGSTOP)
+
+    supervisor = Supervisor(store, run, nodes=2, spares=1, on_progress=on_progress, say=say)
+    assert supervisor.supervise() == INTERRUPTED
+    told = [line for line in said if "node n1" in line]
+    words = ["waiting for node n1 (process ", "node n1 answers again", "waiting for node n1 (process "]
+    assert all(f"run: {start}" in line for start, line in zip(words, told, strict=False))
+    assert "it counts as lost in 3 s" in told[0]
+    assert "node n1 was lost with rank 1" in told[3]
+    lost = events(records(store, "run"), "dead_rank")
+    assert (lost[0].attempt, lost[0].message) == (0, "node n1 was lost with rank 1")
 
 
 def test_the_same_failure_again_and_again_ends_the_run(

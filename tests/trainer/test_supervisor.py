@@ -228,6 +228,32 @@ def test_ranks_that_keep_failing_end_with_1_and_their_output_is_kept(
     assert (Path(run.path) / "launch" / "a001.log").read_text() == "boom\n"
 
 
+def test_sigterm_while_the_nodes_load_ends_them_before_they_start_a_rank(
+    tiny: TrainConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    run = create(store, "run", tiny)
+    start, close = nodes.Nodes.start, nodes.Nodes.close
+    left: list[tuple[dict[int, int], list[int]]] = []
+
+    def start_and_be_told_to_end(self: nodes.Nodes, launch: Path, world: int) -> list[str]:
+        joined = start(self, launch, world)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return joined
+
+    def closing(self: nodes.Nodes, grace_s: float) -> None:
+        left.append((self.pids, descendants(os.getpid())))
+        close(self, grace_s)
+
+    monkeypatch.setattr(nodes.Nodes, "start", start_and_be_told_to_end)
+    monkeypatch.setattr(nodes.Nodes, "close", closing)
+    before = set(descendants(os.getpid()))
+    assert Supervisor(store, run, nodes=2, say=lambda _line: None).supervise() == INTERRUPTED
+    ranks, children = left[0]
+    assert ranks == {}
+    assert not [pid for pid in children if pid not in before and alive(pid)]
+    assert not [r for r in records(store, "run") if isinstance(r, RunEvent) and r.kind == EventKind.EXCEPTION]
+
+
 def test_missing_torch_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(supervising.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'runhealth\[train\]'"):

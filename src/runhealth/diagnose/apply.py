@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from runhealth.diagnose.checkpoint_place import MANIFEST, look
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import PlanError, StoreError
@@ -12,7 +13,6 @@ from runhealth.storage.jsontext import parse_json
 
 PLANS = "plans"
 APPLY, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
-MANIFEST = "MANIFEST.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,12 @@ def read_plan(path: str) -> RollbackPlan:
 
 
 def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
-    """Check the preconditions against what is on disk now."""
+    """Check the preconditions against what is there now."""
     root = Path(run_path).resolve()
-    folder = (root / plan.checkpoint_path).resolve()
-    inside = folder.is_relative_to(root) and folder != root
-    exists = inside and folder.is_dir()
-    committed = exists and (folder / MANIFEST).is_file()
+    exists, committed, trouble = look(root, run_name, plan.checkpoint_path)
     failed = any(
         earlier.incident == plan.incident and earlier.checkpoint_step == plan.checkpoint_step
-        for earlier in _failed_plans(root)
+        for earlier in _kept(root, FAILED)
     )
     return [
         Check(
@@ -93,7 +90,7 @@ def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
         Check(
             sentence=f"checkpoint {plan.checkpoint_step} exists",
             holds=exists,
-            why=f"{plan.checkpoint_path} is not a folder of the run",
+            why=trouble or f"{plan.checkpoint_path} is not a folder of the run",
         ),
         Check(
             sentence="its manifest is committed", holds=committed, why=f"{plan.checkpoint_path}/{MANIFEST} is missing"
@@ -106,14 +103,19 @@ def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
     ]
 
 
-def _failed_plans(root: Path) -> list[RollbackPlan]:
+def applied_plans(run_path: str) -> list[RollbackPlan]:
+    """The rollbacks that were made in this run, oldest first."""
+    return _kept(Path(run_path), APPLIED)
+
+
+def _kept(root: Path, suffix: str) -> list[RollbackPlan]:
     found = []
-    for path in sorted((root / PLANS).glob(f"*{FAILED}")):
+    for path in (root / PLANS).glob(f"*{suffix}"):
         try:
-            found.append(read_plan(str(path)))
-        except PlanError:
-            continue  # a damaged record of a failure names no checkpoint
-    return found
+            found.append((path.stat().st_mtime_ns, path.name, read_plan(str(path))))
+        except (PlanError, OSError):
+            continue  # a damaged record names no checkpoint
+    return [plan for _, _, plan in sorted(found, key=lambda kept: kept[:2])]
 
 
 def drop(plan: RollbackPlan, run_path: str) -> str:

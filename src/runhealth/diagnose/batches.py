@@ -1,11 +1,13 @@
 """Which batches are unlike the others: token statistics and shard hashes, judged one batch at a time.
 
 The habit of each statistic is the median and the robust sigma over the last 512 batches of all ranks. Batches that are
-outliers do not enter it, unless nothing but outliers came for a while: then the data have changed for good.
+outliers do not enter it, unless nothing but outliers came for a while: then the data have changed for good. Inputs that
+are not finite need no habit, unless they are one: some data mark with NaN what is not there.
 """
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,11 @@ RELEARN_BATCHES = 512
 WINDOW_BATCHES = 512
 EVERY_BATCHES = 64  # batches between two computations of a habit
 MOST_AHEAD = 1 << 15  # batches whose habits are computed at once
+
+NONFINITE = "nonfinite_share"
+Z_NONFINITE = 100.0  # stands for a share that has no scatter: it was 0
+KNOWN_BATCHES, YOUNG_BATCHES = 16, 64
+YOUNG_SHARE, OLD_SHARE = 0.1, 0.5  # of the batches before, over which such inputs are the habit of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,8 @@ class BatchHabit:
 
     def __init__(self) -> None:
         self._habits: dict[str, _Habit] = {}
+        self._nonfinite: deque[bool] = deque(maxlen=WINDOW_BATCHES)  # which of the last batches had such inputs
+        self._nonfinite_usual = False
 
     def judge(self, batches: Iterable[BatchRecord]) -> tuple[BatchOutlier, ...]:
         found = []
@@ -101,6 +110,9 @@ class BatchHabit:
                     deviation = self._closely(signal, habit, value)
                     if deviation is not None:
                         deviations.append(deviation)
+            deviation = self._inputs(float(values.get(NONFINITE, 0.0)))
+            if deviation is not None:
+                deviations.append(deviation)
             shard_hash = batch.shard_hash
             mismatch = shard_hash != batch.manifest_hash and shard_hash is not None and batch.manifest_hash is not None
             if deviations or mismatch:
@@ -123,6 +135,8 @@ class BatchHabit:
                 values, places = values[there], places[there]
             for place, deviation in self._judge_values(signal, values):
                 deviations.setdefault(int(places[place]), []).append(deviation)
+        for place, deviation in self._judge_inputs(batches, low, high):
+            deviations.setdefault(place, []).append(deviation)
         mismatches: set[int] = set()
         if batches.shard_hash[low:high] != batches.manifest_hash[low:high]:
             hashes = zip(batches.shard_hash[low:high], batches.manifest_hash[low:high], strict=True)
@@ -167,6 +181,37 @@ class BatchHabit:
             at += quiet
             length = min(4 * length, MOST_AHEAD) if quiet == len(ahead) else EVERY_BATCHES
         return found
+
+    def _judge_inputs(self, batches: BatchColumns, low: int, high: int) -> list[tuple[int, Deviation]]:
+        """The same of inputs that are not finite; places are those in `batches`."""
+        found: list[tuple[int, Deviation]] = []
+        column = batches.columns.get(NONFINITE)
+        if column is not None:
+            shares = column.values[low:high].astype(np.float64)
+            bad = shares > 0
+            if column.present is not None:
+                bad &= column.present[low:high]
+            at = 0
+            for place in np.flatnonzero(bad).tolist():
+                self._nonfinite.extend([False] * min(place - at, WINDOW_BATCHES))
+                deviation = self._inputs(float(shares[place]))
+                if deviation is not None:
+                    found.append((low + place, deviation))
+                at = place + 1
+            low += at
+        self._nonfinite.extend([False] * min(high - low, WINDOW_BATCHES))
+        return found
+
+    def _inputs(self, share: float) -> Deviation | None:
+        self._nonfinite.append(share > 0)
+        if not share > 0:
+            return None
+        seen, before = len(self._nonfinite) - 1, sum(self._nonfinite) - 1
+        usual = before > (YOUNG_SHARE if seen < YOUNG_BATCHES else OLD_SHARE) * seen
+        self._nonfinite_usual = self._nonfinite_usual or usual
+        if self._nonfinite_usual or seen < KNOWN_BATCHES:
+            return None
+        return Deviation(signal=NONFINITE, value=share, baseline=0.0, z=Z_NONFINITE)
 
     def _habit(self, signal: str) -> _Habit:
         habit = self._habits.get(signal)

@@ -4,8 +4,9 @@
 names the commit and the base seeds it comes from. It is applied with plain arithmetic:
 
 - sums of nats go through a softmax at `temperature`, with `undetermined` standing at `undetermined_nats`;
-- the largest probability p is then replaced by a non-decreasing, piecewise linear function of p (isotonic regression),
-  given by `knots`, and the others are scaled so that all add to 1.
+- where a file has `knots`, the largest probability p is then replaced by the non-decreasing, piecewise linear function
+  of p that they give, and the others are scaled so that all add to 1. The file of this package has none: what is fitted
+  that closely to the kinds of fault of the bench says nothing about others (docs/decisions/335).
 """
 
 import math

@@ -1,7 +1,8 @@
 """Causes of facts: a straggler, a stall, a replica that drifts have suspects too, though no loss incident holds them.
 
-A fact is judged when it is told and again 2 and 16 frames later; what the last look said stands. The frames at the end
-of each attempt are kept, since an event that tells of its end (a crash, a lost rank) may come when they are gone.
+A fact is judged when it is told and again 2 and 16 frames later; `judge.settled` says which look stands. The frames
+at the end of each attempt are kept, since an event that tells of its end (a crash, a lost rank) may come when they are
+gone.
 """
 
 import copy
@@ -12,20 +13,19 @@ from typing import Any
 
 from runhealth.diagnose import second_opinion
 from runhealth.diagnose.case import Case
-from runhealth.diagnose.findings import UNDETERMINED, Alarm, Finding, Incident, Remedy, Severity, Status, SuspectResult
+from runhealth.diagnose.findings import UNDETERMINED, Alarm, Finding, Incident, Remedy, Severity, Status
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.history import History
-from runhealth.diagnose.judge import walk
+from runhealth.diagnose.judge import Judgement, settled, walk
 from runhealth.diagnose.suspect import Suspect
 from runhealth.diagnose.tracked import CAUSAL_KINDS
-from runhealth.diagnose.verdicts import fact_of
+from runhealth.diagnose.verdicts import culprit_ranks, fact_of
 
 LOOK_AT = (0, 2, 16)  # frames after a fact at which its suspects are walked
 END_FRAMES = 64
 ENDS = 8  # attempts whose last frames are kept
 
 Key = tuple[str, int, int, tuple[int, ...]]
-Judgement = tuple[tuple[SuspectResult, ...], str]
 
 
 class FactCauses:
@@ -59,7 +59,8 @@ class FactCauses:
         self._pending = [] if last else [(wait - 1, alarm) for wait, alarm in self._pending if wait > 0]
         ring = list(frames) if due else []
         for alarm in due:
-            self._judged[_key(alarm)] = self._walk(alarm, ring)
+            key = _key(alarm)
+            self._judged[key] = settled(self._judged.get(key), self._walk(alarm, ring))
         return bool(due)
 
     def end_attempt(self, attempt: int, frames: Iterable[Frame]) -> None:
@@ -92,7 +93,7 @@ class FactCauses:
             suspects=results,
             verdict=verdict,
             remedy=remedy,
-            ranks=_ranks(results, verdict) or plain.ranks,
+            ranks=culprit_ranks(results, verdict) or plain.ranks,
             missing=tuple(missing.values()),
             details={**plain.details, **second_opinion.detail(results, alarm.kind), **unplanned},
         )
@@ -117,12 +118,3 @@ class FactCauses:
 
 def _key(alarm: Alarm) -> Key:
     return (alarm.kind, alarm.attempt, alarm.onset_step, alarm.ranks)
-
-
-def _ranks(results: Sequence[SuspectResult], verdict: str) -> tuple[int, ...] | None:
-    """The ranks that the culprit's evidence names."""
-    for result in results:
-        if result.suspect == verdict:
-            named = [e.ranks for e in result.evidence if e.ranks and e.weight_nats > 0]
-            return named[0] if named else None
-    return None

@@ -69,6 +69,7 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         "watch": _watch,
+        "replay": _replay,
         "rollback": _rollback,
         "explain": _explain,
         "doctor": _doctor,
@@ -161,6 +162,7 @@ def _watch(arguments: list[str]) -> int:
         parser.error("--interval must be over 0")
     mapping = _mapping(parser, args)
     from runhealth.diagnose import opening
+    from runhealth.diagnose.auto_rollback import AutoRollback, Mode
     from runhealth.diagnose.told import Told, state_path
     from runhealth.diagnose.watch import identity_of, watch
 
@@ -168,6 +170,10 @@ def _watch(arguments: list[str]) -> int:
         followed = opening.follow_run(args.run, args.store)
     else:
         followed = opening.follow_path(args.path, mapping, once=args.once)
+    if args.rollback and followed.folder is None:
+        opening.close(followed.source)
+        parser.error("--rollback is for a run of the store that can be written, not for a log")
+    rollback = AutoRollback(Mode(args.rollback), followed.info.name, str(followed.folder)) if args.rollback else None
     told = Told(state_path(followed.folder, identity_of(followed.info.source), args.hook))
     try:
         return watch(
@@ -178,9 +184,20 @@ def _watch(arguments: list[str]) -> int:
             once=args.once,
             interval_s=args.interval,
             fail_on=args.fail_on,
+            rollback=rollback,
         )
     finally:
         opening.close(followed.source)
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+def _replay(arguments: list[str]) -> int:
+    args = parsers.replay_parser().parse_args(arguments)
+    from runhealth.diagnose.replay_cli import replay
+
+    return _exit_code(replay(args), args.fail_on)
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "loss_scale_reset": "RH306",
         "optimizer_state_lost": "RH307",
         "data_skipped": "RH308",
+        "hyperparameter_changed": "RH309",
         "slow_step": "RH401",
         "periodic_stall": "RH402",
         "sustained_slowdown": "RH403",

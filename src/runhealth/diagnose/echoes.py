@@ -2,20 +2,36 @@
 
 from collections.abc import Sequence
 
-from runhealth.diagnose.findings import Finding, Outcome, Severity
+from runhealth.diagnose.findings import UNDETERMINED, Finding, Outcome, Severity
 from runhealth.diagnose.tracked import LOSS_KINDS
 
 FOLD_STEPS = 8
+LAG_STEPS = 32
 
 
 def echoed(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
     """The finding that tells the same trouble better; None where there is none."""
     for other in findings:
+        if _lags(finding, other):
+            return other
         if other.id == finding.id or other.attempt != finding.attempt or other.severity is Severity.INFO:
             continue
         if _of_lasting(finding, other) or _at_the_resume(finding, other) or _of_overfitting(finding, other, findings):
             return other
     return None
+
+
+def _lags(finding: Finding, other: Finding) -> bool:
+    """An evaluation that comes some steps after the training loss left and was explained: it looks at the same weights
+    later, and held-out data take longer to come back."""
+    since = finding.onset_step - other.onset_step
+    return (
+        finding.kind == "eval_drift"
+        and other.kind in LOSS_KINDS
+        and other.attempt == finding.attempt
+        and other.verdict not in (UNDETERMINED, "benign")
+        and 0 <= since <= LAG_STEPS
+    )
 
 
 def _of_lasting(finding: Finding, other: Finding) -> bool:

@@ -20,7 +20,7 @@ from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame, FrameAssembler
 from runhealth.diagnose.history import History, decimate
 from runhealth.diagnose.incident import IncidentTracker
-from runhealth.diagnose.judge import walk
+from runhealth.diagnose.judge import settled, walk
 from runhealth.diagnose.persists import Limit, lasts, limit_of
 from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
@@ -285,7 +285,9 @@ class Engine:
             return None  # the ring has moved on; what was said with the telemetry at hand stands
         _, back = tracked.loss_outcome()
         case = Case(tracked.incident(), list(frames), loss_back_step=back, met=self._history.signals)
-        suspects, verdict = walk(case, self._suspects)
+        before = self._judged.get(tracked.id)
+        said = None if before is None else (before.suspects, before.verdict)
+        suspects, verdict = settled(said, walk(case, self._suspects))
         onset = tracked.onset_step
         details: dict[str, object] = second_opinion.detail(suspects, tracked.incident().kind)
         nearby: list[BatchRecord] = []

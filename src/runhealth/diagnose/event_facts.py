@@ -11,6 +11,7 @@ from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventK
 
 MESSAGE_CHARS = 200
 SUPERVISOR = -1  # the rank that it writes under
+WORLD_CHANGED = "world_changed"
 FAILURES = ("hang", "dead_rank", "out_of_memory")  # kinds of events that importers write beside an exception
 _WRAPPED = re.compile(r"^(?:\w+: Got the following error when running the callback: )+")  # torch futures, nested
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|RESOURCE_EXHAUSTED")
@@ -44,9 +45,16 @@ def alarms(history: History) -> list[Alarm]:
 
 
 def unexcused(history: History, alarms: Iterable[Alarm]) -> list[Alarm]:
-    """Without those that were meant: a rollback that skips samples reads others than the first time."""
+    """Without those that were meant: a rollback that skips samples reads others than the first time, and another number
+    of ranks cuts the same samples into other batches, whose hashes differ."""
     meant = {e.attempt for e in history.events if e.kind in (EventKind.ROLLBACK, EventKind.SKIP)}
-    return [a for a in alarms if a.kind != "data_skipped" or not meant & {a.attempt - 1, a.attempt}]
+    recut = {e.attempt for e in history.events if e.kind == WORLD_CHANGED}
+    return [
+        a
+        for a in alarms
+        if a.kind != "data_skipped"
+        or not (meant | (recut if a.signal == "shard" else set())) & {a.attempt - 1, a.attempt}
+    ]
 
 
 def _failure(history: History, event: RunEvent, kind: str, went_on: bool, what: str) -> Alarm:

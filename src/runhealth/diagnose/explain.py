@@ -78,8 +78,8 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
         "data_corrupt": Explanation(
             "A shard whose hash is not that of the data manifest, or 8 batches of one shard whose token statistics are "
             "degenerate (repeated, zeroed or random tokens), also where the loss did not rise: repeated tokens make it "
-            "fall. Joins a loss incident of the same cause.",
-            "token statistics, or shard hashes with a manifest",
+            "fall; or inputs that are not finite where none were before. Joins a loss incident of the same cause.",
+            "token statistics, nonfinite_share, or shard hashes with a manifest",
             "`diagnose rollback plan`: go back to before the first bad batch and skip them; write the shard again.",
         ),
         "update_jump": Explanation(
@@ -157,6 +157,12 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "batch records",
             "Restore the data position with the checkpoint. Skipping on purpose (a rollback plan) is not told.",
         ),
+        "hyperparameter_changed": Explanation(
+            "A beta, the weight decay or the epsilon of the optimizer goes from one value to another at once, within a "
+            "run or at a resume; a slow schedule is no jump. By a factor of 1.5 and more: warning.",
+            "beta1, beta2, weight_decay or adam_eps, as the optimizer used them",
+            "If it was not meant, go back to a checkpoint from before and give the optimizer its settings.",
+        ),
         "slow_step": Explanation(
             "One step takes far longer than its neighbours.", "t_step_s", "Nothing, unless it recurs."
         ),
@@ -194,8 +200,9 @@ EXPLANATIONS: Mapping[str, Explanation] = MappingProxyType(
             "Look at what else is off the plan; profile a step.",
         ),
         "rank_outlier": Explanation(
-            "One rank's own loss or gradient differs from its peers.",
-            "per-rank loss, grad_norm_rank",
+            "One rank's own loss or gradient differs from its peers, in size or in direction; or what the reduce "
+            "returned is not the mean of what the ranks sent.",
+            "per-rank loss, grad_norm_rank, grad_cosine_rank, grad_projection_rank",
             "Repeat the batch on another device; differing results mean silent corruption.",
         ),
         "replica_desync": Explanation(
@@ -249,6 +256,7 @@ KIND_SIGNALS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "lr_discontinuity": (("lr",),),
         "loss_scale_reset": (("loss_scale",),),
         "optimizer_state_lost": (("update_ratio", "second_moment_norm"),),
+        "hyperparameter_changed": (("beta1", "beta2", "weight_decay", "adam_eps"),),
         "slow_step": (("t_step_s", "elapsed_s"),),
         "periodic_stall": (("t_step_s", "elapsed_s"),),
         "sustained_slowdown": (("t_step_s", "elapsed_s"),),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from runhealth.diagnose.plans import RollbackPlan
+from runhealth.diagnose.replays import Replayed
 from runhealth.storage.records import SourceInfo
 
 UNDETERMINED = "undetermined"
@@ -146,6 +147,7 @@ class Finding:
     missing: tuple[Missing, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
     offered: RollbackPlan | None = None  # a plan that is possible but not advised: training came back by itself
+    replay: Replayed | None = None  # what `diagnose replay` showed of it, if it was called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

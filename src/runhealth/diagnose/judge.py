@@ -12,12 +12,30 @@ from collections.abc import Sequence
 from runhealth.diagnose.calibration import current
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import UNDETERMINED, Evidence, Status, SuspectResult
+from runhealth.diagnose.roots import unexplained
 from runhealth.diagnose.suspect import Suspect, missing_signals, raw_sum
 from runhealth.diagnose.tracked import CAUSAL_KINDS
 
 LEAST_NATS = 3.0  # the best raw sum must reach this
 LEAST_PROBABILITY = 0.7
 EXONERATED_NATS = -3.0
+PASSING = ("benign",)  # what only more data can confirm
+
+
+Judgement = tuple[tuple[SuspectResult, ...], str]
+
+
+def settled(before: Judgement | None, now: Judgement) -> Judgement:
+    """Of two looks at the same trouble, the one that stands: the newer, unless it names another cause, or none, without
+    being surer of it than the older was. A cause shows first; what it brings with it comes later and lasts longer, and
+    would otherwise take its place."""
+    if before is None or before[1] in (UNDETERMINED, now[1]) or before[1] in PASSING:
+        return now
+    return now if now[1] != UNDETERMINED and _surest(now) > _surest(before) else before
+
+
+def _surest(judgement: Judgement) -> float:
+    return max(result.probability for result in judgement[0])
 
 
 def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, ...], str]:
@@ -30,11 +48,12 @@ def walk(case: Case, suspects: Sequence[Suspect]) -> tuple[tuple[SuspectResult, 
         if not kinds.intersection(suspect.kinds or CAUSAL_KINDS):
             continue
         missing[suspect.name], able = missing_signals(suspect, case)
-        if not able:
+        if not able and case.incident.id not in suspect.shown_in:
             seen.append((suspect, Status.NOT_OBSERVED, (), "", -math.inf))
             continue
         try:
             evidence = tuple(suspect.investigate(case))
+            evidence = (*evidence, *unexplained(suspect.name, evidence, case))
             if not all(math.isfinite(e.weight_nats) for e in evidence):
                 raise ValueError("expected finite weights in nats, met one that is not")
             raw = raw_sum(evidence)

@@ -4,7 +4,7 @@ All of them are linear in the ranks, and look at ranks in a few frames only.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,8 @@ LEAD_STEPS = 32  # a cause shows itself at most so long before the loss
 LEAD_ROWS = 4  # or so many rows, where a log has one only every so many steps
 RANK_FRAMES = 32  # frames that tell how far ranks usually lie apart
 OWN_SIGMA, OWN_LOG = 6.0, 0.3  # a rank's value left its own past
+LR_FACTOR = 1.4
+LEAST_ALONE = 3  # steps
 TRIANGLE = 1.02  # |mean g| is at most mean |g|; the rest is rounding
 
 Reader = Callable[[Frame], float | int | None]
@@ -201,10 +203,35 @@ def data_alike(case: Case, first: int, last: int, weight_nats: float = 0.7) -> I
         )
 
 
+def lr_jump(case: Case, first: int, last: int) -> tuple[int, float, float] | None:
+    """The first step where the learning rate leaves the straight line through the eight points before it."""
+    points: list[tuple[int, float]] = []
+    for frame in case.frames:
+        value = frame.get("lr")
+        if value is None or not math.isfinite(value) or frame.step > last + 1:
+            continue
+        if len(points) >= 4 and frame.step >= first:
+            (s0, v0), (s1, v1) = points[-min(8, len(points))], points[-1]
+            expected = v1 + ((v1 - v0) / (s1 - s0) * (frame.step - s1) if s1 > s0 else 0.0)
+            if expected > 0 and not 1 / LR_FACTOR < value / expected < LR_FACTOR:
+                return frame.step, float(value), expected
+        points.append((frame.step, float(value)))
+    return None
+
+
 def lr_on_course(case: Case, first: int, last: int, weight_nats: float = 0.5) -> Iterator[Evidence]:
     """For a suspect that is not the learning rate."""
     jumps = [a for a in case.alarms("lr") if first <= a.onset_step <= last and a.value > a.baseline]
-    if jumps:
+    jump = None if case.alarms("lr") else lr_jump(case, first, last)  # of a fact no channels are kept
+    if jump is not None and jump[1] > jump[2]:
+        yield Evidence(
+            claim=f"the learning rate had jumped to {jump[1]:.3g} at step {jump[0]:,}",
+            weight_nats=-3.0,
+            steps=(jump[0], jump[0]),
+            value=jump[1],
+            baseline=jump[2],
+        )
+    elif jumps:
         yield Evidence(
             claim=f"the learning rate had jumped to {jumps[0].value:.3g} at step {jumps[0].onset_step:,}",
             weight_nats=-3.0,
@@ -229,6 +256,24 @@ def overflow_first(case: Case, first: int, last: int) -> Iterator[Evidence]:
             value=moved.extreme,
             query=queries.steps("max", "overflow_count", case.incident.attempt, moved.step, last),
         )
+
+
+def alone_again(frames: Sequence[Frame], first: int) -> Evidence | None:
+    """Gradients that overflow in half precision do so on whichever rank has the largest; the same one, and no other, in
+    step after step is another matter."""
+    bad = [{r for r, v in f.ranks.items() if v.get("nonfinite_count", 0) > 0} for f in frames if f.step >= first]
+    bad = [ranks for ranks in bad if ranks]
+    if len(bad) < LEAST_ALONE or len(set.union(*bad)) > 1:
+        return None
+    (rank,) = bad[0]
+    return Evidence(
+        claim=f"the gradient of rank {rank} alone was not finite, in {len(bad)} steps, and no other's in any",
+        weight_nats=3.5,
+        steps=(first, frames[-1].step),
+        ranks=(rank,),
+        value=float(len(bad)),
+        baseline=0.0,
+    )
 
 
 def norm_over_threshold(frame: Frame) -> float | None:

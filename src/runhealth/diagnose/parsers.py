@@ -13,6 +13,7 @@ _OVERVIEW = """\
 other commands (each has --help):
   diagnose watch PATH|--run R         follow a live run or a growing log, fire a hook on findings
   diagnose import PATH --name R       put a log into the store as a run
+  diagnose replay --run R             prove a cause: train the stretch again with one thing changed
   diagnose rollback plan --run R      where to go back to, what to skip and repair
   diagnose rollback apply --run R     hand the plan to the trainer
   diagnose explain [CODE]             what a code means and what to do
@@ -65,11 +66,33 @@ def watch_parser() -> argparse.ArgumentParser:
         "RUNHEALTH_RUN, RUNHEALTH_FINDING, RUNHEALTH_CODE, RUNHEALTH_KIND, RUNHEALTH_SEVERITY, RUNHEALTH_OUTCOME, "
         "RUNHEALTH_VERDICT, RUNHEALTH_STEP and RUNHEALTH_CHANGE (new or changed) in its environment",
     )
+    parser.add_argument(
+        "--rollback",
+        choices=("dry-run", "ask", "auto"),
+        help="act on what asks for a rollback: say what would be done, write the plan and name the command, or hand it "
+        "to the supervisor where the cause is named and the guards allow (default: only report)",
+    )
     parser.add_argument("--once", action="store_true", help="look at what is there now, then exit")
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default: 2)"
     )
     parser.add_argument("--fail-on", choices=SEVERITIES, default="warning", help="default: warning")
+    return parser
+
+
+def replay_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="diagnose replay",
+        description="Prove the cause of an incident: train its stretch again from the last good checkpoint, first as "
+        "it was, then with one thing changed (three replays at most). The run itself is only read.",
+    )
+    _add_run(parser, required=True)
+    parser.add_argument("--incident", metavar="ID", help="which incident (default: the worst one)")
+    parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the finding there instead of stdout")
+    parser.add_argument(
+        "--fail-on", choices=SEVERITIES, default="warning", help="exit 1 from here on (default: warning)"
+    )
     return parser
 
 
@@ -132,6 +155,7 @@ def doctor_parser() -> argparse.ArgumentParser:
 PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "": main_parser,
     "watch": watch_parser,
+    "replay": replay_parser,
     "rollback plan": rollback_plan_parser,
     "rollback apply": rollback_apply_parser,
     "explain": explain_parser,

@@ -44,8 +44,8 @@ def slow_frames(case: Case) -> list[Frame]:
         if high:
             return high
     usual = usual_step_s(case)
-    if not math.isfinite(usual):
-        return own
+    if not math.isfinite(usual) or any(alarm.kind == "straggler" for alarm in case.incident.alarms):
+        return own  # one that lags behind need not make steps slow by much
     stalls = any(alarm.kind == "periodic_stall" for alarm in case.incident.alarms)
     factor = STALL if stalls else SLOW
     slow = [f for f in own if (t := f.largest("t_step_s")) is not None and t >= factor * usual]

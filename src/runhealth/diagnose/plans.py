@@ -1,4 +1,4 @@
-"""The rollback plan: the only arrow from the diagnosis back into training. Data only.
+"""The arrows from the diagnosis back into training: the rollback plan, and the order of a replay. Data only.
 
 The trainer imports this module and nothing else of `diagnose`. A plan is a JSON file; reading one checks every field,
 because a plan may come from another machine.
@@ -134,8 +134,58 @@ class RollbackPlan:
                 raise PlanError(f"{where}: expected a repair out of {', '.join(REPAIRS)}, met {repair.kind!r}")
 
 
+CHANGES = (
+    "as_is",  # nothing: the control
+    "mask_shards",  # rows of the named shards give way to rows of other shards
+    "swap_lanes",  # each data-parallel rank trains on what its neighbour trained on
+    "scheduled_lr",  # schedule(step), whatever changed it
+    "fp32",  # no casts, no loss scale
+    "restore_optimizer",  # moments of the checkpoint before, settings of the config
+    "configured_optimizer",  # settings of the config (betas, weight decay), whatever changed them
+    "clip_updates",  # no tensor's update is larger than Adam means it to be
+    "cap_logits",  # query, key and output matrices keep the norms that they were loaded with
+    "half_clip",  # half the clip threshold
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOrder:
+    """Train from `checkpoint` up to `stop_step` (exclusive) once more, with one `change` out of `CHANGES`.
+
+    `attempt` is the one whose launch is repeated, `incident` and `name` say where the telemetry goes
+    (`<run>/replays/<incident>/<name>`). `resumes`: the attempt itself began with this checkpoint, so what happened at
+    the load happens again. `shards` are those to mask, `before` a checkpoint whose optimizer state is to be taken.
+    """
+
+    incident: str
+    name: str
+    attempt: int
+    change: str
+    checkpoint: str
+    stop_step: int
+    resumes: bool = False
+    shards: tuple[str, ...] = ()
+    before: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: object, where: str = "order") -> "ReplayOrder":
+        """Raises PlanError for a missing or unknown field, a wrong type, an unknown change."""
+        try:
+            fields = _checked(cls, raw, where)
+            order = cls(**{**fields, "shards": tuple(_strings(fields.get("shards", []), f"{where}: shards"))})
+        except TypeError as error:
+            raise PlanError(f"{where}: {error}") from error
+        if order.change not in CHANGES:
+            raise PlanError(f"{where}: expected a change out of {', '.join(CHANGES)}, met {order.change!r}")
+        return order
+
+
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
+    "bool": (bool,),
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
@@ -153,7 +203,7 @@ def _checked(owner: type, raw: object, where: str) -> dict[str, Any]:
         declared = fields[key].type
         name = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
         allowed = _TYPES.get(str(name))
-        if allowed and (not isinstance(value, allowed) or isinstance(value, bool)):
+        if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
             raise PlanError(f"{where}: expected {key} as {name}, met {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise PlanError(f"{where}: expected {key} as a finite number, met {value}")
@@ -167,6 +217,7 @@ def _tuple_of(owner: type, raw: object, where: str) -> tuple[Any, ...]:
 
 
 def _strings(raw: object, where: str) -> list[str]:
+    raw = list(raw) if isinstance(raw, tuple) else raw
     if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
         raise PlanError(f"{where}: expected a list of strings")
     return raw

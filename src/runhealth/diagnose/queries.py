@@ -28,6 +28,11 @@ def batches(aggregate: str, signal: str, attempt: int, step: int, rank: int, mic
     )
 
 
+def mean_of_batches(signal: str, attempt: int, step: int, ranks: Sequence[int] = ()) -> str:
+    """The mean of a statistic over the batches of a step; of all ranks unless some are given."""
+    return f"SELECT avg({identifier(signal)}) FROM batches WHERE attempt = {attempt} AND step = {step}{_ranks(ranks)}"
+
+
 def hash_mismatches(attempt: int, first: int, last: int) -> str:
     """How many batches came from a shard whose hash is not the manifest's."""
     return (
@@ -85,6 +90,32 @@ def batches_seen_before(attempt: int, first: int, last: int) -> str:
         "AND old.first_sample = new.first_sample AND old.last_sample = new.last_sample "
         f"AND old.step < {first}) THEN 1.0 ELSE 0.0 END) "
         f"FROM batches new WHERE attempt = {attempt} AND step BETWEEN {first} AND {last}"
+    )
+
+
+def repeated_batches(attempt: int, first: int, last: int, ranks: Sequence[int]) -> str:
+    """The share of what ranks read in these steps that was read at an earlier step, too."""
+    return (
+        "SELECT avg(CASE WHEN EXISTS (SELECT 1 FROM batches old WHERE old.content_hash = new.content_hash "
+        "AND old.step < new.step) THEN 1.0 ELSE 0.0 END) "
+        f"FROM batches new WHERE attempt = {attempt} AND step BETWEEN {first} AND {last}{_ranks(ranks)}"
+    )
+
+
+def cosine_with_others(attempt: int, step: int, rank: int, count: int) -> str:
+    """The cosine of a rank's gradient with the mean of those of the others, of `count` ranks in all."""
+    return (
+        f"SELECT ({count} * p - n * n) / (n * sqrt({count} * {count} - 2 * {count} * p + n * n)) FROM (SELECT "
+        "grad_projection_rank AS p, grad_projection_rank / grad_cosine_rank AS n FROM steps "
+        f"WHERE attempt = {attempt} AND step = {step} AND rank = {rank})"
+    )
+
+
+def copied_batches(attempt: int, first: int, last: int) -> str:
+    """The share of the batches of these steps that another batch of them equals."""
+    return (
+        f"SELECT 1 - count(DISTINCT content_hash) / count(content_hash) FROM batches WHERE attempt = {attempt} "
+        f"AND step BETWEEN {first} AND {last}"
     )
 
 

@@ -5,9 +5,6 @@ import statistics
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from runhealth.storage.blocks import Floats
 
@@ -98,16 +95,6 @@ class SortedWindow:
         self.ordered.clear()
 
 
-class Course(NamedTuple):
-    """A baseline over the next rows (m,): centre and sigma as each row finds them, and the windows, sorted, at the
-    refreshes, the first of which is at row `first`."""
-
-    first: int
-    ordered: Floats
-    centers: Floats
-    sigmas: Floats
-
-
 class Baseline:
     """Median and robust sigma over the last `size` values, refreshed every `every` pushes.
 
@@ -149,40 +136,6 @@ class Baseline:
         self._center = median(ordered)
         self._sigma = max(mad_sigma(ordered, self._center), self.floor, self.floor_share * abs(self._center))
         self.since = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether `ahead` may be asked: no value more changes how many there are or when they are refreshed."""
-        return len(self.values) == self.size and not self._young and self.floor_share == 0.0
-
-    def ahead(self, values: Floats) -> Course:
-        """What refreshes would come to if each of `values` were looked at and then pushed. Only when `full`."""
-        first = max(0, self.every - self.since)
-        points = np.concatenate([np.array(self.values), values])
-        windows = np.lib.stride_tricks.sliding_window_view(points, self.size)[first : len(values) : self.every]
-        ordered = np.sort(windows, axis=1)
-        centers = middle(ordered)
-        away = middle(np.sort(np.abs(ordered - centers[:, None]), axis=1))
-        sigmas = np.maximum(MAD_TO_SIGMA * away, self.floor)
-        part = (np.arange(len(values)) - first) // self.every + 1
-        return Course(
-            first,
-            ordered,
-            np.concatenate([[self._center], centers])[part],
-            np.concatenate([[self._sigma], sigmas])[part],
-        )
-
-    def take(self, values: Floats, course: Course) -> None:
-        """Look at each of the values, the first ones of those that `course` was made of, and push them."""
-        count = len(values)
-        refreshes = max(0, (count - 1 - course.first) // self.every + 1)
-        if refreshes:
-            self._ordered = course.ordered[refreshes - 1].tolist()
-            self.since = count - (course.first + (refreshes - 1) * self.every)
-            self._center, self._sigma = float(course.centers[count - 1]), float(course.sigmas[count - 1])
-        else:
-            self.since += count
-        self.values.extend(values.tolist())
 
     @property
     def seen(self) -> tuple[float, float]:

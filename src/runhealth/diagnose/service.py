@@ -2,14 +2,18 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from runhealth.diagnose import against_plan, liveness
+from runhealth.diagnose import against_plan, liveness, replays
 from runhealth.diagnose.engine import Engine, verdict_hash
+from runhealth.diagnose.experiments import with_replays
 from runhealth.diagnose.findings import Report
+from runhealth.diagnose.replay_words import attach
+from runhealth.diagnose.replays import Replayed
 from runhealth.diagnose.stretch import LineSource
+from runhealth.diagnose.suspect import load_suspects
 from runhealth.diagnose.verdicts import merge
 from runhealth.storage.blocks import BlockSource, StepBlock
 from runhealth.storage.errors import NoUsableDataError, StoreError
@@ -26,16 +30,22 @@ def diagnose(
     window: tuple[int, int] | None = None,
     attempt: int | None = None,
     clock: Callable[[], int] = time.time_ns,
+    results: Sequence[Replayed] | None = None,
 ) -> Report:
     """Diagnose a run of the store or an imported log.
 
     `window` = (first, last) restricts what is judged to these steps; `attempt` reads that attempt only. A run whose
-    logs are here and were not closed is also held against its processes and the `clock` (ns): did it die or hang?
+    logs are here and were not closed is also held against its processes and the `clock` (ns): did it die or hang? What
+    its replays showed is evidence like any other; `results` takes the place of the stored ones.
 
     Raises:
         NoUsableDataError: not a single step was read.
     """
-    engine = Engine(window=window)
+    described = source.describe()
+    notes: tuple[str, ...] = ()
+    if results is None:
+        results, notes = replays.read_all(described.source) if described.format == "runhealth" else ((), ())
+    engine = Engine(window=window, suspects=with_replays(load_suspects(), results))
     with _without_gc():
         for item in source.blocks() if isinstance(source, BlockSource) else source.records():
             if not isinstance(item, StepBlock):
@@ -49,7 +59,8 @@ def diagnose(
                         engine.feed_quietly(record)
         engine.finish()
     info = source.describe()
-    report = _located(engine.report(info), source)
+    info = replace(info, notes=(*info.notes, *notes))
+    report = attach(_located(engine.report(info), source), tuple(results), whole=window is None and attempt is None)
     if report.first_step is None:
         of = f" of attempt {attempt}" if attempt is not None else ""
         raise NoUsableDataError(f"{info.source}: expected at least one training step{of}, met none")

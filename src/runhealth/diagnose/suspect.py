@@ -37,7 +37,8 @@ class Needs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
     """`kinds` are the kinds of finding it can be the cause of (empty: all). `action` is the remedy when it is
-    implicated, `repairs` the kinds of repair that a plan then needs."""
+    implicated, `repairs` the kinds of repair that a plan then needs. `shown_in`: incidents in which a replay has shown
+    it at work, so that it is judged whatever was recorded."""
 
     name: str
     title: str
@@ -48,6 +49,7 @@ class Suspect:
     explains: str
     repairs: tuple[str, ...] = ()
     kinds: tuple[str, ...] = field(default=())
+    shown_in: frozenset[str] = frozenset()
 
 
 def raw_sum(evidence: Iterable[Evidence]) -> float:

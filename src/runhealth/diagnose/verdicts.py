@@ -148,8 +148,9 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
         if len(group) < MERGE_LEAST:
             merged.extend(group)
             continue
-        first, last = group[0], group[-1]
-        count = sum(f.count for f in group)
+        last = group[-1]
+        first = group[0] if group[0].kind in CAUSAL_KINDS else min(group, key=lambda f: (f.peak_step, f.onset_step))
+        count = _occasions(group)
         severity = max((f.severity for f in group), key=lambda s: s.level)
         tall = [f.onset_step for f in group if f.details.get("tall")]
         if first.kind == "gradient_spike" and _frequent(tall):
@@ -162,12 +163,28 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
                 severity=severity,
                 peak_step=biggest.peak_step,
                 end_step=last.end_step,
-                summary=f"{count} times between steps {first.onset_step:,} and {last.peak_step:,}, the first: "
+                summary=first.summary
+                if count < MERGE_LEAST
+                else f"{count} times between steps {first.onset_step:,} and {last.peak_step:,}, the first: "
                 f"{first.summary}",
+                signals=tuple(dict.fromkeys(signal for f in group for signal in f.signals)),
                 details={**first.details, "steps": [f.onset_step for f in group][:50]},
             )
         )
     return sorted(merged, key=lambda f: (-f.severity.level, f.attempt, f.onset_step, f.code, f.id))
+
+
+def _occasions(group: Sequence[Finding]) -> int:
+    """How often it happened. An odd rank, or a reduce that is off, may show in several signals at a time."""
+    counted: list[Finding] = []
+    for finding in group:
+        again = finding.kind == "rank_outlier" and any(
+            finding.onset_step - other.onset_step <= FOLD_STEPS and finding.signals != other.signals
+            for other in counted
+        )
+        if not again:
+            counted.append(finding)
+    return sum(f.count for f in counted)
 
 
 def _folded(finding: Finding, findings: Sequence[Finding]) -> Finding:
@@ -330,13 +347,20 @@ def _remedy(verdict: str, outcome: Outcome, end: int | None, known: Mapping[str,
 
 def _ranks(alarms: Sequence[Alarm], verdict: str, suspects: Sequence[SuspectResult]) -> tuple[int, ...] | None:
     """The culprit's ranks where its evidence names some; else those of the alarms, if they agree on less than all."""
-    for result in suspects:
-        if result.suspect == verdict:
-            for evidence in result.evidence:
-                if evidence.ranks and evidence.weight_nats > 0:
-                    return evidence.ranks
+    culprits = culprit_ranks(suspects, verdict)
+    if culprits is not None:
+        return culprits
     named = sorted({rank for alarm in alarms for rank in alarm.ranks})
     return tuple(named) or None
+
+
+def culprit_ranks(suspects: Sequence[SuspectResult], verdict: str) -> tuple[int, ...] | None:
+    """The ranks that the weightiest of the culprit's evidence names, of equal ones the first."""
+    for result in suspects:
+        if result.suspect == verdict:
+            naming = [e for e in result.evidence if e.ranks and e.weight_nats > 0]
+            return max(naming, key=lambda e: e.weight_nats).ranks if naming else None
+    return None
 
 
 def _leads(alarms: Sequence[Alarm], moved: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from runhealth.diagnose.auto_rollback import AutoRollback
 from runhealth.diagnose.engine import Engine
 from runhealth.diagnose.findings import Report, Severity
 from runhealth.diagnose.hooks import TIMEOUT_S, HookRunner
@@ -32,13 +33,14 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], int] = time.time_ns,
     hook_timeout_s: float = TIMEOUT_S,
+    rollback: AutoRollback | None = None,
 ) -> int:
     """Until interrupted, or one look with `once`. Returns 1 if a finding at or above `fail_on` stands, else 0."""
     level = Severity(fail_on).level
     style = stdout_style()
     engine = Engine()
     hooks = HookRunner(hook, info.name, hook_timeout_s) if hook is not None else None
-    done = said = False
+    done = said = waits = False
     look_at_ns = clock() + LIVENESS_NS
     still: Engine | None = None  # with the steps that some ranks have not written; until there is news
     try:
@@ -54,13 +56,14 @@ def watch(
             if came:
                 look_at_ns, still = now_ns + LIVENESS_NS, None
             looked = info.format == "runhealth" and (once or now_ns >= look_at_ns)
-            if news or looked or once:
+            if news or looked or once or (came and waits):
                 report = engine.report(info)
                 if looked:  # a run that has died or hangs writes nothing that could be news
                     look_at_ns = now_ns + LIVENESS_NS
                     still = still or (engine if once else _as_it_stands(engine))
                     report = beyond_records(report, still, now_ns)
                 _tell(report, told, style, hooks, level)
+                waits = rollback is not None and rollback.look(report)
                 if once:
                     done = True
                     return int(any(f.severity.level >= level for f in report.findings))

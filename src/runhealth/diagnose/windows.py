@@ -1,6 +1,7 @@
 """Baselines over many values at once: the same numbers as pushing them one after the other, without the loop."""
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -169,3 +170,23 @@ class Chunks:
         baseline = self._baseline
         room = baseline.every - baseline.since if baseline.since < baseline.every else baseline.every
         self.end = min(self._stop, self.at + (self._size or room))
+
+
+def quiet_stretches(
+    baseline: Baseline, values: Floats, first_loud: Callable[[Floats], int]
+) -> Iterator[tuple[int, int, bool]]:
+    """Walk over values: the quiet ones are taken into the baseline. Yields (start, stop, loud): those from `start` to
+    before `stop` were taken; where `loud`, the caller takes in the value at `stop` itself before it goes on.
+
+    `first_loud` says of the next values which is the first that may be loud; their number if none is.
+    """
+    part = Chunks(baseline, len(values))
+    while part:
+        start, end = part.at, part.end
+        stop = start + first_loud(values[start:end])
+        take(baseline, values[start:stop])
+        yield start, stop, stop < end
+        if stop < end:
+            part.loud(stop)
+        else:
+            part.quiet()

@@ -1,6 +1,6 @@
 """What a micro-batch holds: its content hash and the statistics that give a corrupted or shifted shard away."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from runhealth.instrument.tensors import count_nonfinite
 from runhealth.storage.records import Scalar
 
 HISTOGRAM_LIMIT = 1 << 22  # token ids from here on are counted by sorting, since a histogram would be mostly empty
@@ -49,6 +50,19 @@ def _tensor(value: Any) -> Tensor | None:
 
 def is_tokens(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool) and tensor.dim() > 0
+
+
+def floating_inputs(x: object) -> list[Tensor]:
+    """The floating-point (and complex) tensors among the inputs of a micro-batch: `x` itself, or what a mapping or a
+    sequence holds directly."""
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
+    return [part for part in parts if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())]
+
+
+def nonfinite_share(inputs: Sequence[Tensor]) -> float | None:
+    """Share of NaN and Inf among the elements of host tensors; None where there are no elements."""
+    elements = sum(tensor.numel() for tensor in inputs)
+    return int(count_nonfinite(inputs)) / elements if elements else None
 
 
 def token_statistics(

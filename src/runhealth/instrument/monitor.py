@@ -19,6 +19,7 @@ from runhealth.instrument.draft import Draft, Probe
 from runhealth.instrument.gradients import GradientProbe
 from runhealth.instrument.guard import Latch
 from runhealth.instrument.hooks import as_list, close_at_exit, weak_hook
+from runhealth.instrument.hyper import HyperProbe
 from runhealth.instrument.layers import layers_of
 from runhealth.instrument.memory import MemoryProbe
 from runhealth.instrument.phases import Phase, Phases
@@ -48,7 +49,8 @@ class Monitor:
     scaler             a torch.amp.GradScaler, for loss_scale and step_skipped
     config             JSON values that describe the run, kept with it
     layers_every       cadence of the layer samples in steps, 0 for never; bursts of gradient are written anyway
-    updates_every      cadence of update_ratio and weight_norm, 0 for never (one transient copy of the parameters)
+    updates_every      cadence of update_ratio and weight_norm, 0 for never (one transient copy of the parameters);
+                       the optimizer's betas, eps and weight decay are written then, and whenever they change
     memory_every       cadence of the memory numbers, 0 for never
     replicas_every     cadence of param_checksum, 0 for never; several ranks with unsharded parameters only
     watch_activations  module names whose largest absolute output is recorded
@@ -107,10 +109,12 @@ class Monitor:
         self._gradients = GradientProbe(layers, layers_every, leader=leader, alone=alone, latch=self._latch)
         self._updates = UpdateProbe(layers, updates_every, leader=leader, latch=self._latch)
         self._loss_scale = LossScaleProbe(scaler, leader=leader)
+        self._hyper = HyperProbe(as_list(optimizer), updates_every, leader=leader)
         self._probes: list[Probe] = [
             self._gradients,
             self._updates,
             self._loss_scale,
+            self._hyper,
             PrecisionProbe(model, layers_every),
             ActivationProbe(watched, layers_every, self._latch),
             MemoryProbe(memory_every),
@@ -217,11 +221,18 @@ class Monitor:
         return total
 
     def watch_ddp(
-        self, model: nn.parallel.DistributedDataParallel, hook: "CommHook | None" = None, state: object = None
+        self,
+        model: nn.parallel.DistributedDataParallel,
+        hook: "CommHook | None" = None,
+        state: object = None,
+        *,
+        averages: bool = False,
     ) -> None:
-        """Record each rank's gradient norm before the reduce, and the waiting in it. Call it on every rank.
+        """Record each rank's gradient norm before the reduce, how that gradient lies to the result of the reduce, and
+        the waiting in it. Call it on every rank.
 
-        `hook(state, bucket)` is a communication hook of your own, to be called in place of DDP's default."""
+        `hook(state, bucket)` is a communication hook of your own, to be called in place of DDP's default. `averages`
+        says that it returns the mean over the ranks, uncompressed: then grad_projection_rank is recorded with it."""
         with self._latch.guard("ddp"):
             if self._ddp is None:
                 from runhealth.instrument.ddp import DdpProbe
@@ -230,7 +241,7 @@ class Monitor:
                 self._probes.append(self._ddp)
             from runhealth.instrument.ddp import watch
 
-            watch(model, self._ddp, hook, state)
+            watch(model, self._ddp, hook, state, averages=averages)
 
     def event(self, kind: str, message: str = "", data: Mapping[str, object] | None = None) -> None:
         """Write a run event now. May be called from any thread."""
@@ -374,7 +385,7 @@ class Monitor:
         if draft is None or not self._active():
             return
         with torch.no_grad():
-            for probe in (self._gradients, self._updates, self._loss_scale):
+            for probe in (self._gradients, self._updates, self._loss_scale, self._hyper):
                 with self._latch.guard(probe.name):
                     probe.before_optimizer(draft, optimizer)
         self._optimizer_start_s = self._clock.perf_s()

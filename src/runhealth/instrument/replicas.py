@@ -15,6 +15,7 @@ from runhealth.instrument.tensors import is_sharded
 
 LANES = 256
 MASK = (1 << 48) - 1  # a float64, in which numbers leave a device, keeps 53 bits
+SMALL_BYTES = 1 << 18  # tensors up to this size are summed as one: what they cost alone is the launches
 ROWS_LIKE = 8  # ranks: more of them sample their layers so much more rarely that the rows stay as many
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd
@@ -30,11 +31,12 @@ class ReplicaProbe(Probe):
         self._model = model
         self._every = every if world_size > 1 and model is not None else 0
         self._layers_every = layers_every * max(1, world_size // ROWS_LIKE)
-        self._found: list[tuple[list[int], Fetched]] = []
+        self._whole: list[Fetched] = []
+        self._each: list[tuple[list[int], Fetched]] = []
         self._layers: list[str] = []
 
     def begin(self, draft: Draft) -> None:  # noqa: ARG002  the probe protocol
-        self._found, self._layers = [], []
+        self._whole, self._each, self._layers = [], [], []
 
     def collect(self, draft: Draft) -> None:
         # after an exception some ranks may have taken the step and others not
@@ -46,24 +48,25 @@ class ReplicaProbe(Probe):
         by_device: dict[torch.device, list[int]] = {}
         for at, (_, parameter) in enumerate(named):
             by_device.setdefault(parameter.device, []).append(at)
+        layers_due = self._layers_every and draft.number % self._layers_every == 0
         for members in by_device.values():
-            sums = checksums([named[at][1] for at in members])
-            self._found.append((members, draft.scalars.put(sums)))
+            tensors = [named[at][1] for at in members]
+            # the same way in every step: a checksum that stays the same says that no parameter moved
+            self._whole.append(draft.scalars.put(checksums(_joined(tensors))))
+            if layers_due:
+                self._each.append((members, draft.scalars.put(checksums(tensors))))
         self._layers = [layer_name(name) for name, _ in named]
 
     def finish(self, draft: Draft) -> None:
-        if not self._found:
+        if not self._whole:
             return
-        each = dict(
-            sorted((at, int(v)) for members, sums in self._found for at, v in zip(members, sums.values, strict=True))
-        )
-        draft.values["param_checksum"] = _combined(each.values())
-        if self._layers_every and draft.number % self._layers_every == 0:
-            by_layer: dict[str, list[int]] = {}
-            for at, value in each.items():
-                by_layer.setdefault(self._layers[at], []).append(value)
-            for layer, values in by_layer.items():
-                draft.layer(layer)["param_checksum"] = _combined(values)
+        draft.values["param_checksum"] = _combined(int(v) for sums in self._whole for v in sums.values)
+        by_layer: dict[str, list[int]] = {}
+        each = ((at, int(v)) for members, sums in self._each for at, v in zip(members, sums.values, strict=True))
+        for at, value in sorted(each):
+            by_layer.setdefault(self._layers[at], []).append(value)
+        for layer, values in by_layer.items():
+            draft.layer(layer)["param_checksum"] = _combined(values)
 
     def close(self) -> None:
         self._model, self._every = None, 0
@@ -79,6 +82,20 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     mixed = (lanes ^ (lanes >> 29)) * weights
     total = ((mixed ^ (mixed >> 32)) * _MULTIPLIER).sum(1)
     return (total ^ (total >> 31)) & MASK
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The large tensors as they are; behind them the small ones of each dtype in one copy, never larger than `LANES`
+    times `SMALL_BYTES`."""
+    large: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() * tensor.element_size() > SMALL_BYTES:
+            large.append(tensor)
+        else:
+            small.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
+    parts = [group[at : at + LANES] for group in small.values() for at in range(0, len(group), LANES)]
+    return [*large, *(torch.cat(part) for part in parts)]
 
 
 def _lanes(tensor: Tensor) -> Tensor:

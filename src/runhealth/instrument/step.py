@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from runhealth.instrument.batches import content_hash, is_tokens, on_host, split_batch, token_statistics
+from runhealth.instrument.batches import (
+    content_hash,
+    floating_inputs,
+    is_tokens,
+    nonfinite_share,
+    on_host,
+    split_batch,
+    token_statistics,
+)
 from runhealth.instrument.draft import BatchDraft, Draft
 from runhealth.instrument.phases import Phase
 from runhealth.instrument.tensors import largest_magnitude
@@ -62,9 +70,10 @@ class Step:
     ) -> None:
         """One micro-batch. Best called before the batch goes to the device: from there it has to be copied back.
 
-        `x` (batch, T) holds token ids, `y` (batch, T) the next token of each position; other tensors are hashed only.
-        A mapping with `input_ids` and `labels` is understood too. Samples are numbered within `shard`, bounds
-        inclusive; `last_sample` follows from `first_sample` where it is left out.
+        `x` (batch, T) holds token ids, `y` (batch, T) the next token of each position; other tensors are hashed, and of
+        floating-point ones the share that is not finite is recorded. A mapping with `input_ids` and `labels` is
+        understood too; its other tensors count among the floating-point inputs. Samples are numbered within `shard`,
+        bounds inclusive; `last_sample` follows from `first_sample` where it is left out.
         """
         draft = self._draft
         if draft is None:
@@ -87,6 +96,9 @@ class Step:
                 values={},
             )
             draft.batches.append(batch)  # before the statistics: where they fail, the batch is still on record
+            share = nonfinite_share([on_host(tensor) for tensor in floating_inputs(x)])
+            if share is not None:
+                batch.values["nonfinite_share"] = share
             if inputs is None:
                 return
             inputs = on_host(inputs)

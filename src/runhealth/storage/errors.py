@@ -41,6 +41,10 @@ class PlanError(RunhealthError, ValueError):
     """A rollback plan that is malformed, or whose preconditions do not hold."""
 
 
+class ReplayError(RunhealthError, ValueError):
+    """An incident that cannot be replayed, or a replay that failed; the message says why."""
+
+
 class CheckpointError(RunhealthError, RuntimeError):
     """A checkpoint that is missing, incomplete or fails verification."""
 

@@ -63,6 +63,22 @@ STEP_SIGNALS = _catalogue(
         "which rank a bad gradient came from",
     ),
     Signal(
+        "grad_projection_rank",
+        "1",
+        _R,
+        _F,
+        "<g, h> / <h, h> of this rank's gradient g before the reduce and its result h, over one bucket a step",
+        "whether the reduce returned the mean (these average to 1 over all ranks), and whose gradient is turned round",
+    ),
+    Signal(
+        "grad_cosine_rank",
+        "1",
+        _R,
+        _F,
+        "cosine of this rank's gradient before the reduce with the result of the reduce, over one bucket a step",
+        "a rank that sends something else than its peers",
+    ),
+    Signal(
         "clip_threshold", "1", _G, _F, "the norm that gradients are clipped to", "how far the norm is over its limit"
     ),
     Signal(
@@ -76,6 +92,10 @@ STEP_SIGNALS = _catalogue(
     Signal(
         "lr", "1", _G, _D, "learning rate of the first parameter group", "a schedule that jumped, or was not restored"
     ),
+    Signal("beta1", "1", _G, _D, "decay of Adam's first moment, as used", "an optimizer that was set up anew"),
+    Signal("beta2", "1", _G, _D, "decay of Adam's second moment, as used", "an optimizer that was set up anew"),
+    Signal("weight_decay", "1", _G, _D, "weight decay of the optimizer, as used", "a decay that changed by mistake"),
+    Signal("adam_eps", "1", _G, _D, "term under Adam's fraction, as used", "a term that caps all updates"),
     Signal(
         "update_ratio",
         "1",
@@ -223,6 +243,14 @@ BATCH_SIGNALS = _catalogue(
     Signal("token_repeat_share", "1", _B, _F, "tokens equal to the token before them", "padding or repeated n-grams"),
     Signal(
         "label_mismatch_share", "1", _B, _F, "labels that are not the next input token", "labels shifted or shuffled"
+    ),
+    Signal(
+        "nonfinite_share",
+        "1",
+        _B,
+        _F,
+        "share of NaN and Inf among the floating-point inputs",
+        "whether the data brought the NaN, or the model made it",
     ),
     Signal("batch_loss", "nats", _B, _F, "loss of this micro-batch", "which micro-batch was bad"),
 )

@@ -78,6 +78,8 @@ class Agent:
             command = json.loads(line)
             if command["do"] == "start":
                 self._start(command)
+            elif command["do"] == "ask":
+                self._report(kind="here")
             elif command["do"] == "trace":
                 self._ask_for_traces()
             elif command["do"] == "end":
@@ -221,6 +223,7 @@ def main() -> None:
     import runhealth.trainer.worker  # noqa: F401  torch and the loop, once for all attempts
 
     Agent(reports).serve()
+    os._exit(0)  # no rank is left and nothing to write: taking torch down costs seconds
 
 
 if __name__ == "__main__":

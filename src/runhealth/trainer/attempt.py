@@ -139,6 +139,7 @@ class Attempt:
 
     def stop(self, grace_s: float) -> None:
         """Ask the ranks to stop where they agree to; after `grace_s` end them."""
+        self._nodes.end_loading()
         self._nodes.end(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while self._nodes.living and time.monotonic() < deadline:
@@ -175,6 +176,13 @@ class Attempt:
         elif report.kind == "continued":
             self.stopped.pop(report.rank, None)
             self._say(f"rank {report.rank} goes on")
+        elif report.kind == "silent":
+            self._say(
+                f"waiting for node {report.node} (process {report.pid}), which does not answer; it counts as lost in"
+                f" {report.left_s:.0f} s"
+            )
+        elif report.kind == "answers":
+            self._say(f"node {report.node} answers again")
         elif report.kind == "lost":
             ranks = self._nodes.drop(report.node)
             if ranks:

@@ -9,6 +9,7 @@ from runhealth.storage.errors import ConfigError, StoreError
 from runhealth.trainer import recipes
 from runhealth.trainer.config import FaultSpec, TrainConfig
 from runhealth.trainer.fault import registry
+from runhealth.trainer.processes import interrupted_by_sigterm
 
 if TYPE_CHECKING:
     from runhealth.storage.store import RunInfo, Store
@@ -48,6 +49,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spares", metavar="N", type=int, default=0, help="that wait to replace a lost one (default: %(default)s)"
     )
+    parser.add_argument(
+        "--min-world",
+        metavar="N",
+        type=int,
+        help="when restarts and spares are used up, go on without the lost ranks, with N at least (default: give up)",
+    )
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -57,6 +64,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         MissingExtraError: torch is not installed.
         ConfigError, PlanError, StoreError, RunNotFoundError: said before anything starts.
     """
+    with interrupted_by_sigterm():
+        return _run_train(arguments)
+
+
+def _run_train(arguments: argparse.Namespace) -> int:
     from runhealth.storage.store import Store
     from runhealth.trainer.progress import ProgressLine
     from runhealth.trainer.supervisor import Supervisor, require_torch
@@ -73,6 +85,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         max_restarts=arguments.max_restarts,
         nodes=arguments.nodes,
         spares=arguments.spares,
+        min_world=arguments.min_world,
         on_progress=line,
     )
     try:
@@ -83,7 +96,8 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     from runhealth.storage.store import check_run_name
-    from runhealth.trainer.supervisor import begin_with, check_nodes, create, newest_of, require_torch
+    from runhealth.trainer.origin import begin_with, newest_of
+    from runhealth.trainer.supervisor import check_nodes, create, require_torch
 
     if arguments.run is not None:
         try:
@@ -108,7 +122,7 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     name = arguments.run or _free_name(arguments.recipe, taken)
     if name in taken:
         raise ConfigError(f"run {name!r} exists in {store.root}; resume it with `runhealth train --run {name}`")
-    origin = newest_of(store.resolve(arguments.origin)) if arguments.origin else ""
+    origin = newest_of(store.resolve(arguments.origin), config) if arguments.origin else ""
     print(f"new run {name} in {store.root}", file=sys.stderr)
     run = create(store, name, config)
     if origin:
@@ -135,6 +149,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         ("--max-restarts", arguments.max_restarts, 0),
         ("--nodes", arguments.nodes, 1),
         ("--spares", arguments.spares, 0),
+        ("--min-world", arguments.min_world, 1),
     ):
         if value is not None and value < least:
             raise ConfigError(f"{option}: expected at least {least}, met {value}")
@@ -157,8 +172,10 @@ def check_faults(config: TrainConfig) -> None:
     from runhealth.trainer.fault import FaultContext
     from runhealth.trainer.fault import create as create_fault
 
-    plan = BatchPlan(data=config.data, seed=config.seed, world=config.world)
+    plan = BatchPlan(data=config.data, seed=config.seed, world=config.dp)
     for spec in config.faults:
+        if spec.name == "router_collapse" and not config.model.experts:
+            raise ConfigError("fault router_collapse: expected a model with a router (recipe experts), met one without")
         create_fault(spec, FaultContext(config=config, plan=plan, rank=0))
 
 

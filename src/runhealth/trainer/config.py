@@ -22,6 +22,7 @@ class ModelConfig:
     delayed scaling of our own, `fp8_torchao` torchao's dynamic one.
 
     `fused` keeps query, key and value in one matrix, and gate and up in another: tensor parallelism needs them apart.
+    `experts` makes the feed-forward part of each block a mixture of so many, of `ffn_width` each; 0 for none.
     """
 
     layers: int = 2
@@ -30,6 +31,7 @@ class ModelConfig:
     ffn_width: int = 160
     precision: Precision = "fp32"
     fused: bool = True
+    experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "ffn_width"):
@@ -38,6 +40,10 @@ class ModelConfig:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigError(f"model: expected width to be an even multiple of heads {self.heads}, met {self.width}")
         _one_of("model: expected precision", self.precision, Precision)
+        if self.experts < 0 or self.experts == 1:
+            raise ConfigError(f"model: expected experts 0 (none) or >= 2, met {self.experts}")
+        if self.experts and self.precision not in ("fp32", "bf16"):
+            raise ConfigError(f"model: experts expect precision fp32 or bf16, met {self.precision}")
 
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -224,14 +230,17 @@ def check_layout(config: TrainConfig) -> None:
         )
     if config.dp % parallel.replicas:
         raise ConfigError(f"config: expected {config.dp} data-parallel ranks in {parallel.replicas} equal replicas")
-    if data.shards < config.dp:
-        raise ConfigError(f"config: expected at least one shard a rank, met {data.shards} for {config.dp}")
+    streams = config.dp * data.batch_size // data.stream
+    if data.shards < streams:
+        raise ConfigError(f"config: expected at least one shard a rank, met {data.shards} for {streams}")
     if data.batch_size % parallel.microbatches:
         raise ConfigError(
             f"config: expected batch_size {data.batch_size} to be a multiple of microbatches {parallel.microbatches}"
         )
     if model.layers < parallel.stages:
         raise ConfigError(f"config: expected a layer a pipeline stage, met {model.layers} for {parallel.stages} stages")
+    if model.experts and (parallel.tp > 1 or parallel.pp > 1 or parallel.recompute != "none"):
+        raise ConfigError("config: experts do not go with tensor or pipeline parallelism, nor with recomputation")
     if parallel.tp == 1:
         return
     if model.fused:

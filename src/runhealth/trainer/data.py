@@ -1,7 +1,7 @@
 """Training data: the Python standard library's own source files, packed into shards with a manifest.
 
 A batch is a pure function of (seed, step, rank, skip set). So a resume, a skip and a replay need no state: whoever
-knows the step knows the samples.
+knows the step knows the samples. A change of the number of ranks does not change which samples a step has.
 
 Every rank reads one shard at a time and stays with it for `steps_per_visit` steps, so a corrupted shard reaches one
 rank for one contiguous stretch of steps. The order of shards is permuted for every epoch, and the order of samples for
@@ -40,7 +40,10 @@ Tamper = Callable[[str, bytes], bytes]  # (shard name, its bytes) -> the bytes a
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """`shards` are trained on, `heldout_shards` more are kept for evaluation. The corpus is cut into pieces of
-    `piece_bytes` that are dealt to the shards in a fixed random order, so that all shards look alike."""
+    `piece_bytes` that are dealt to the shards in a fixed random order, so that all shards look alike.
+
+    `stream_size` is for a world that has shrunk (`elastic`): the plan stays cut into streams of so many sequences a
+    step, as the first ranks had one each, and the ranks that are left read them on. 0: a rank is a stream."""
 
     shards: int = 64
     heldout_shards: int = 2
@@ -48,6 +51,7 @@ class DataConfig:
     piece_bytes: int = 1_024
     seq_len: int = 64
     batch_size: int = 16  # sequences a rank and step
+    stream_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("shards", "heldout_shards", "shard_bytes", "piece_bytes", "seq_len", "batch_size"):
@@ -57,10 +61,12 @@ class DataConfig:
             raise ConfigError(
                 f"data: expected shard_bytes to be a multiple of piece_bytes {self.piece_bytes}, met {self.shard_bytes}"
             )
-        if self.samples_per_shard < self.batch_size:
+        if self.stream_size < 0:
+            raise ConfigError(f"data: expected stream_size >= 0, met {self.stream_size}")
+        if self.samples_per_shard < self.stream:
             raise ConfigError(
                 f"data: a shard holds {self.samples_per_shard} samples of {self.seq_len} tokens,"
-                f" fewer than batch_size {self.batch_size}"
+                f" fewer than batch_size {self.stream}"
             )
 
     @property
@@ -69,8 +75,13 @@ class DataConfig:
         return (self.shard_bytes - 1) // self.seq_len
 
     @property
+    def stream(self) -> int:
+        """Sequences that a stream gives to a step."""
+        return self.stream_size or self.batch_size
+
+    @property
     def steps_per_visit(self) -> int:
-        return self.samples_per_shard // self.batch_size
+        return self.samples_per_shard // self.stream
 
 
 # ---------------------------------------------------------------------------------------------------------- packing
@@ -250,7 +261,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Which samples each (step, rank) trains on. Pure: no state, no I/O."""
+    """Which samples each (step, rank) trains on. Pure: no state, no I/O.
+
+    The samples of a step come from `streams`, each of which visits one shard after the other. A rank reads one stream,
+    or, in a world that has shrunk, its equal part of all rows of all streams in their order: the samples of a step, and
+    the rows they stand in, are the same for every number of ranks.
+    """
 
     data: DataConfig
     seed: int
@@ -258,16 +274,27 @@ class BatchPlan:
     skips: SkipSet = field(default_factory=SkipSet)
 
     def __post_init__(self) -> None:
-        if self.data.shards < self.world:
+        if self.world * self.data.batch_size % self.data.stream:
             raise ConfigError(
-                f"data: expected at least one shard a rank, met {self.data.shards} for {self.world} ranks"
+                f"data: expected the {self.world} x {self.data.batch_size} sequences of a step to be a multiple of"
+                f" stream_size {self.data.stream}"
+            )
+        if self.data.shards < self.streams:
+            raise ConfigError(
+                f"data: expected at least one shard a rank, met {self.data.shards} for {self.streams} ranks"
             )
 
-    def shard_of(self, step: int, rank: int) -> int:
-        """The shard that this rank visits at this step when nothing is skipped."""
-        visits_per_epoch = self.data.shards // self.world
+    @property
+    def streams(self) -> int:
+        return self.world * self.data.batch_size // self.data.stream
+
+    def shard_of(self, step: int, stream: int) -> int:
+        """The shard that this stream visits at this step when nothing is skipped. Raises ConfigError."""
+        if not 0 <= stream < self.streams:
+            raise ConfigError(f"data: expected a data-parallel rank below {self.streams}, met {stream}")
+        visits_per_epoch = self.data.shards // self.streams
         epoch, slot = divmod(step // self.data.steps_per_visit, visits_per_epoch)
-        return permutation(self.data.shards, self.seed, _EPOCH, epoch)[slot * self.world + rank]
+        return permutation(self.data.shards, self.seed, _EPOCH, epoch)[slot * self.streams + stream]
 
     def visit_of(self, step: int) -> range:
         """The steps of the visit that `step` belongs to."""
@@ -275,30 +302,38 @@ class BatchPlan:
         return range(first, first + self.data.steps_per_visit)
 
     def batch(self, step: int, rank: int) -> tuple[Part, ...]:
-        """The parts of one batch, ordered by their first row; one part unless samples are skipped."""
-        data = self.data
-        shard = self.shard_of(step, rank)
-        visit, offset = divmod(step, data.steps_per_visit)
-        order = permutation(data.samples_per_shard, self.seed, _VISIT, visit, rank)
-        wanted = order[offset * data.batch_size : (offset + 1) * data.batch_size]
+        """The parts of one batch, ordered by their first row; one part unless samples are skipped or streams joined."""
+        first = rank * self.data.batch_size
         rows: list[tuple[int, int]] = []
-        for row, sample in enumerate(wanted):
-            if self.skips.covers(shard_name(shard), sample):
-                rows.append(self._substitute(visit, rank, offset * data.batch_size + row))
-            else:
-                rows.append((shard, sample))
+        while len(rows) < self.data.batch_size:
+            stream, row = divmod(first + len(rows), self.data.stream)
+            rows += self._rows(step, stream)[row : row + self.data.batch_size - len(rows)]
         parts = []
         for part_shard in dict.fromkeys(owner for owner, _ in rows):
             positions = tuple(row for row, (owner, _) in enumerate(rows) if owner == part_shard)
             parts.append(Part(shard=part_shard, samples=tuple(rows[row][1] for row in positions), positions=positions))
         return tuple(parts)
 
-    def _substitute(self, visit: int, rank: int, index: int) -> tuple[int, int]:
+    def _rows(self, step: int, stream: int) -> list[tuple[int, int]]:
+        """What a stream gives to a step: (shard, sample) by row."""
+        data = self.data
+        shard = self.shard_of(step, stream)
+        visit, offset = divmod(step, data.steps_per_visit)
+        order = permutation(data.samples_per_shard, self.seed, _VISIT, visit, stream)
+        wanted = order[offset * data.stream : (offset + 1) * data.stream]
+        return [
+            self._substitute(visit, stream, offset * data.stream + row)
+            if self.skips.covers(shard_name(shard), sample)
+            else (shard, sample)
+            for row, sample in enumerate(wanted)
+        ]
+
+    def _substitute(self, visit: int, stream: int, index: int) -> tuple[int, int]:
         """The sample that takes the place of the `index`-th of a visit: out of a shard drawn for this visit, the next
         one in its order that is not skipped."""
         n = self.data.samples_per_shard
-        order = permutation(n, self.seed, _SUBSTITUTE, visit, rank, 1)
-        for shard in permutation(self.data.shards, self.seed, _SUBSTITUTE, visit, rank):
+        order = permutation(n, self.seed, _SUBSTITUTE, visit, stream, 1)
+        for shard in permutation(self.data.shards, self.seed, _SUBSTITUTE, visit, stream):
             for ahead in range(n):
                 sample = order[(index + ahead) % n]
                 if not self.skips.covers(shard_name(shard), sample):

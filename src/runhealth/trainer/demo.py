@@ -20,7 +20,7 @@ from runhealth.trainer.config import FaultSpec, TrainConfig
 from runhealth.trainer.data import BatchPlan, data_folder, describe, pack
 from runhealth.trainer.fault import FaultContext, FaultLabel
 from runhealth.trainer.fault import create as create_fault
-from runhealth.trainer.processes import interrupt_group
+from runhealth.trainer.processes import interrupt_group, interrupted_by_sigterm
 from runhealth.trainer.progress import ProgressLine
 from runhealth.trainer.supervisor import INTERRUPTED, Supervisor, create, require_torch
 
@@ -57,7 +57,8 @@ def main(store_root: str | None = None) -> int:
     store = Store(store_root)
     config = recipes.load("demo")
     try:
-        return _demo(store, config)
+        with interrupted_by_sigterm():
+            return _demo(store, config)
     except _Interrupted:
         print("\ninterrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED

@@ -48,6 +48,12 @@ class FaultContext:
     plan: BatchPlan
     rank: int
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole model, whose gradients are reduced in buckets."""
+        parallel = self.config.parallel
+        return parallel.pp == 1 and parallel.tp == 1 and not parallel.shards_state
+
 
 class Fault:
     """Base of all faults. The hooks do nothing here; each fault overrides those it needs.
@@ -55,15 +61,20 @@ class Fault:
     There is one instance a rank. Every hook is a function of the step, so a fault acts alike after a resume.
     `repaired_by` names the repairs of a rollback plan that take the fault away. `splits` says that the weights of the
     labelled ranks may come to differ from those of the others: a simulation that shares the weights of all replicas has
-    to keep theirs apart.
+    to keep theirs apart. `transient`: the fault stands for something a machine did once and would not do again if the
+    same steps were computed anew, so a replay leaves it out; faults of data, config, weights or numbers happen again.
+    `loss_scale` is what the loss of the step is multiplied with before the backward pass; it is set before
+    `before_step`.
     """
 
     name: ClassVar[str]
     repaired_by: ClassVar[tuple[str, ...]] = ()
     splits: ClassVar[bool] = False
+    transient: ClassVar[bool] = False
 
     def __init__(self, context: FaultContext) -> None:
         self.context = context
+        self.loss_scale = 1.0
 
     def label(self) -> FaultLabel:
         raise NotImplementedError
@@ -95,6 +106,12 @@ class Fault:
         del step
         return inputs, labels
 
+    def gain(self, step: int, gain: "Tensor") -> "Tensor":
+        """Change the floating-point input of this rank's batch, float32 [batch]: what the embedded tokens of each
+        sample are multiplied with. It is 1 where nothing is wrong."""
+        del step
+        return gain
+
     def heldout(self, step: int, tokens: "Tensor") -> "Tensor":
         """Change what is evaluated, int64 [samples, seq + 1]."""
         del step
@@ -102,6 +119,10 @@ class Fault:
 
     def before_step(self, step: int, model: "nn.Module") -> None:
         """Change the model before the forward pass."""
+
+    def reduced(self, step: int, bucket: int, buffer: "Tensor") -> None:
+        """Change, in place, what the reduce has given this rank: `buffer` (elements,) holds the gradients of one
+        bucket. Called in replicated layouts only; what acts on the gradients of the others is `after_backward`."""
 
     def after_backward(self, step: int, model: "nn.Module") -> None:
         """Change the reduced gradients before they are measured and clipped."""

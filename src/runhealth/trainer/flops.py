@@ -9,16 +9,21 @@ CONVENTION = "PaLM: 6 x matmul parameters + 12 x layers x width x sequence a tok
 
 
 def block_matrices(model: ModelConfig) -> int:
-    """Elements of the matrices of one block."""
-    return 4 * model.width**2 + 3 * model.width * model.ffn_width
+    """Elements of the matrices of one block that a token meets: of its experts, one."""
+    return 4 * model.width**2 + 3 * model.width * model.ffn_width + model.width * model.experts
+
+
+def idle_elements(model: ModelConfig) -> int:
+    """Elements of one block that a token does not meet: its other experts, and the router's bias."""
+    return max(0, model.experts - 1) * 3 * model.width * model.ffn_width + model.experts
 
 
 def stage_parameters(config: TrainConfig, stage: int) -> tuple[int, int]:
-    """Elements in matrices (embedding and head included), and in norms, of one pipeline stage."""
+    """Elements in matrices (embedding, head and all experts included), and in norms, of one pipeline stage."""
     model = config.model
     blocks = len(layers_of(config, stage))
     first, last = stage == 0, stage == config.parallel.stages - 1
-    matrices = blocks * block_matrices(model) + (first + last) * VOCABULARY * model.width
+    matrices = blocks * (block_matrices(model) + idle_elements(model)) + (first + last) * VOCABULARY * model.width
     return matrices, (2 * blocks + last) * model.width
 
 

@@ -6,14 +6,18 @@ import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 
 from runhealth.instrument import Monitor
+from runhealth.instrument.ddp import CommHook, allreduce_mean
 from runhealth.instrument.sink import LogOpener, OpenedLog, RecordLog
 from runhealth.storage.ranklog import RankLog
 from runhealth.storage.records import Record, StepRecord
 from runhealth.trainer.data import BatchPlan, Part
 from runhealth.trainer.fault import Fault, FaultContext, Phase, create
+from runhealth.trainer.gain import Gain
 from runhealth.trainer.launch import LaunchSpec
 
 
@@ -25,9 +29,13 @@ class FaultHooks:
         clean = BatchPlan(data=spec.config.data, seed=spec.config.seed, world=spec.config.dp)
         context = FaultContext(config=spec.config, plan=clean, rank=rank)
         faults = [create(item, context) for item in spec.config.faults]
+        if spec.replay is not None:
+            faults = [fault for fault in faults if not fault.transient]
         self.faults: list[Fault] = [fault for fault in faults if not made.intersection(fault.repaired_by)]
         self._spec, self._rank = spec, rank
         self._held: list[bytearray] = []
+        self._gain: Gain | None = None
+        self._step = -1
 
     def tamper(self, shard: str, blob: bytes) -> bytes:
         for fault in self.faults:
@@ -35,8 +43,47 @@ class FaultHooks:
         return blob
 
     def attach(self, model: nn.Module) -> None:
+        embed = getattr(model, "embed", None)  # not on later stages of a pipeline
+        if embed is not None and any(type(fault).gain is not Fault.gain for fault in self.faults):
+            self._gain = Gain(embed)
         for fault in self.faults:
             fault.attach(model)
+
+    def gain(self, step: int, samples: int) -> Tensor | None:
+        """The gain of each sample, float32 [samples], which the model gets as well; None where no fault changes any."""
+        return self.give(self.gains(step, samples)) if self._gain is not None else None
+
+    def gains(self, step: int, samples: int) -> Tensor:
+        """What the faults of the data make of a gain of 1."""
+        gain = torch.ones(samples)
+        for fault in self.faults:
+            gain = fault.gain(step, gain)
+        return gain
+
+    def give(self, gain: Tensor) -> Tensor | None:
+        """Have the model multiply with it; None where no fault changes any."""
+        if self._gain is None:
+            return None
+        self._gain.set(gain)
+        return gain
+
+    def comm_hook(self) -> CommHook | None:
+        """DDP's default with the faults that act on what it returns; None where none does."""
+        if all(type(fault).reduced is Fault.reduced for fault in self.faults):
+            return None
+
+        def hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            step, index = self._step, bucket.index()
+
+            def arrived(done: torch.futures.Future[Tensor]) -> Tensor:
+                result: Tensor = done.value()
+                for fault in self.faults:
+                    fault.reduced(step, index, result)
+                return result
+
+            return allreduce_mean(group, bucket).then(arrived)
+
+        return hook
 
     def after_load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for fault in self.faults:
@@ -62,8 +109,10 @@ class FaultHooks:
             lr = fault.learning_rate(step, lr)
         return lr
 
-    def before_step(self, step: int, model: nn.Module) -> None:
+    def before_step(self, step: int, model: nn.Module, loss_scale: float) -> None:
+        self._step = step
         for fault in self.faults:
+            fault.loss_scale = loss_scale
             held_bytes = fault.held_bytes(step) - sum(map(len, self._held))
             if held_bytes > 0:
                 self._held.append(bytearray(os.urandom(1) * held_bytes))  # written to: pages that are really held

@@ -7,10 +7,11 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runhealth.storage.errors import StoreError
 from runhealth.storage.ranklog import RankLog, rank_folder
-from runhealth.storage.records import Record
+from runhealth.storage.records import Record, RunEvent
 from runhealth.trainer.launch import write_json
 
 RETRY_S = 5.0
@@ -38,6 +39,22 @@ class Journal:
     def append(self, records: Sequence[Record]) -> None:
         self._waiting.extend(records)
         self._write()
+
+    def event(self, attempt: int, step: int, kind: str, message: str, data: Mapping[str, Any]) -> None:
+        """An event of the supervisor, now."""
+        self.append(
+            [
+                RunEvent(
+                    attempt=attempt,
+                    step=step,
+                    rank=SUPERVISOR_RANK,
+                    ts_ns=time.time_ns(),
+                    kind=kind,
+                    message=message,
+                    data=data,
+                )
+            ]
+        )
 
     def status(self, body: Mapping[str, object]) -> None:
         self._status = body

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runhealth.diagnose.plans import Repair
+from runhealth.diagnose.plans import Repair, ReplayOrder
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import ConfigError, StoreError
 from runhealth.storage.jsontext import parse_json
@@ -37,6 +37,7 @@ class LaunchSpec:
     needed: tuple[str, ...] = ()  # checkpoints that must not be retired
     superseded: tuple[str, ...] = ()  # those of a past that a rollback left
     failed_ns: int = 0  # when the failure was found that this attempt follows; 0 for none
+    replay: ReplayOrder | None = None  # this is no training, but a stretch of one once more
 
     @property
     def checkpoint_base(self) -> str:
@@ -59,6 +60,7 @@ class LaunchSpec:
             "needed": list(self.needed),
             "superseded": list(self.superseded),
             "failed_ns": self.failed_ns,
+            "replay": self.replay.to_json() if self.replay is not None else None,
         }
         write_json(path, raw)
 
@@ -73,6 +75,7 @@ class LaunchSpec:
                 "repairs": tuple(Repair(**item) for item in raw["repairs"]),
                 "needed": tuple(raw["needed"]),
                 "superseded": tuple(raw["superseded"]),
+                "replay": ReplayOrder.from_json(raw["replay"], path) if raw.get("replay") else None,
             }
         )
 
@@ -83,7 +86,7 @@ class RunState:
 
     `superseded` are checkpoints of a past that a rollback left; `applied` are (incident, checkpoint) pairs, so that
     the same rollback is never made twice. `origin` is the checkpoint of another run that this one began with, whole
-    path or URL; empty for a run that began with nothing.
+    path or URL; empty for a run that began with nothing. `world`: the ranks that it has shrunk to; 0 for all.
     """
 
     skips: SkipSet = field(default_factory=SkipSet)
@@ -91,6 +94,7 @@ class RunState:
     superseded: tuple[str, ...] = ()
     applied: tuple[tuple[str, str], ...] = ()
     origin: str = ""
+    world: int = 0
 
     @classmethod
     def read(cls, run_path: str) -> "RunState":
@@ -105,6 +109,7 @@ class RunState:
                 superseded=tuple(raw["superseded"]),
                 applied=tuple((incident, checkpoint) for incident, checkpoint in raw["applied"]),
                 origin=str(raw.get("origin", "")),
+                world=int(raw.get("world", 0)),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: expected the trainer's state, met {type(error).__name__}: {error}") from error
@@ -118,6 +123,7 @@ class RunState:
             "superseded": list(self.superseded),
             "applied": [list(pair) for pair in self.applied],
             "origin": self.origin,
+            "world": self.world,
         }
         try:
             write_json(path, raw)

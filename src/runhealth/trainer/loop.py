@@ -54,14 +54,12 @@ class Trainer:
         self.step = 0
         self.clip_threshold = config.optim.clip_threshold
         if spec.checkpoint:
-            folder = join(spec.checkpoint_base, spec.checkpoint)
-            self.step = dcp.load(folder, self.model, self.optimizer, rank=self.rank)
-            self.hooks.after_load(self.step, self.model, self.optimizer)
+            self._load(join(spec.checkpoint_base, spec.checkpoint))
         for repair in spec.repairs:
             self._repair(repair)
         self.hooks.attach(self.model)
         self.engine.wrap()
-        if spec.checkpoint and self.engine.needs_warm_up:
+        if spec.checkpoint and self._needs_warm_up():
             inputs, labels = self._batch(self.step)[1:]
             self.engine.warm_up(inputs, labels)
         self.monitor = Monitor(
@@ -77,7 +75,8 @@ class Trainer:
             opener=self.hooks.opener(),
         )
         for replica in self.engine.replicas:
-            self.monitor.watch_ddp(replica)
+            hook = self.hooks.comm_hook() if self.engine.is_replicated else None
+            self.monitor.watch_ddp(replica, hook, replica.process_group, averages=True)
         self.engine.time_waiting(self._phase)
         self.numbers = Numbers(config, self.engine, self.optimizer)
         self.updates = ShardedUpdates(self.engine, 0 if self.engine.is_replicated else config.updates_every)
@@ -86,6 +85,13 @@ class Trainer:
         self._stop_wanted = self._in_step = False
         self._announced = False
         self._progress_at_s = 0.0
+
+    def _load(self, folder: str) -> None:
+        self.step = dcp.load(folder, self.model, self.optimizer, rank=self.rank)
+        self.hooks.after_load(self.step, self.model, self.optimizer)
+
+    def _needs_warm_up(self) -> bool:
+        return self.engine.needs_warm_up
 
     def run(self) -> None:
         """Train up to `stop_step`, or until SIGTERM; every exception is on record before it leaves."""
@@ -115,10 +121,11 @@ class Trainer:
             self._announce()
             self.numbers.begin()
             self._label_due(step)
-            self.hooks.before_step(step, self.model)
+            self.hooks.before_step(step, self.model, self.scaler.get_scale() if self.scaler is not None else 1.0)
             with record.phase("data"):
                 parts, inputs, labels = self._batch(step)
-                self._record_batches(record, parts, inputs, labels)
+                gain = self._gain(step, len(inputs))
+                self._record_batches(record, parts, inputs, labels, gain)
             self.hooks.stall(self.monitor, step, "data", "gc")
             lr = self._set_learning_rate(step)
             record.record("lr", lr)
@@ -172,7 +179,13 @@ class Trainer:
         inputs, labels = self.hooks.tokens(step, tokens[:, :-1], tokens[:, 1:])
         return parts, inputs, labels
 
-    def _record_batches(self, record: Step, parts: Sequence[Part], inputs: Tensor, labels: Tensor) -> None:
+    def _gain(self, step: int, samples: int) -> Tensor | None:
+        """The floating-point input of this rank's batch, float32 [samples]; None where there is none."""
+        return self.hooks.gain(step, samples)
+
+    def _record_batches(
+        self, record: Step, parts: Sequence[Part], inputs: Tensor, labels: Tensor, gain: Tensor | None
+    ) -> None:
         """Each shard that takes part in a micro-batch, with its hash as read. By one rank of those that share a batch,
         one that knows the loss."""
         if not self.engine.has_loss or self.place.tp:
@@ -191,7 +204,7 @@ class Trainer:
                 whole = slice(first, first + size) if len(rows) == size else rows
                 shard = self.reader.shard(part.shard)
                 record.batch(
-                    inputs[whole],
+                    inputs[whole] if gain is None else {"input_ids": inputs[whole], "gain": gain[whole]},
                     labels[whole],
                     shard=shard.name,
                     first_sample=min(samples),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runhealth.trainer.config import ModelConfig
+from runhealth.trainer.experts import Experts
 from runhealth.trainer.precision.fp8 import Fp8Linear
 from runhealth.trainer.precision.policy import autocast_dtype
 
@@ -38,6 +39,9 @@ class Block(nn.Module):
             self.q, self.k, self.v = (_linear(config, config.width, config.width) for _ in range(3))
         self.out = _linear(config, config.width, config.width)
         self.norm_ffn = nn.RMSNorm(config.width)
+        self.mixture = Experts(config.width, config.ffn_width, config.experts) if config.experts else None
+        if self.mixture is not None:
+            return
         if config.fused:
             self.gate_up = _linear(config, config.width, 2 * config.ffn_width)
         else:
@@ -54,8 +58,7 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         with _autocast(x, self.autocast_dtype):
             x = x + self.out(self._attention(self.norm_attn(x), cos, sin))
-            gate, up = self._gate_up(self.norm_ffn(x))
-            out: Tensor = x + self.down(F.silu(gate) * up)
+            out: Tensor = x + self._feed_forward(self.norm_ffn(x))
             return out
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,6 +74,14 @@ class Block(nn.Module):
         cos, sin = cos[:seq], sin[:seq]
         mixed = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, seq, -1)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        if self.mixture is not None:
+            mixed: Tensor = self.mixture(x)
+            return mixed
+        gate, up = self._gate_up(x)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
 
     def _gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused:
@@ -113,9 +124,11 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
+                if name.endswith("router.bias"):
+                    nn.init.zeros_(parameter)
                 continue
             deviation = 0.02
-            if name.endswith(("out.weight", "down.weight")):
+            if name.endswith(("out.weight", "down.weight", "mixture.down")):
                 deviation /= (2 * self.layers) ** 0.5
             with torch.no_grad():
                 parameter.normal_(0.0, deviation, generator=generator)

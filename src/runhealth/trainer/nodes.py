@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,19 @@ from runhealth.trainer.agent import END_MARK, REPORT_FD, SUPERVISOR_PID
 from runhealth.trainer.processes import end_tree
 
 OUTPUT_WAIT_S = 3.0
-KILL_WAIT_S = 10.0
+ASK_S = 1.0  # a node is asked so often whether it is there
+QUIET_S = 3.0  # one that does not answer for so long is spoken of
+LOST_AFTER_S = 60.0
+LOAD_FACTOR = 10.0  # while it loads torch it may be silent for so many times as long
+CLOSE_S = 2.0
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a node says: `ready`, `listening`, `started`, `exit`, `stopped`, `continued`, or `lost` when it is gone."""
+    """What a node says: `ready`, `here`, `listening`, `started`, `exit`, `stopped`, `continued`; or what is said of it:
+    `silent` when it does not answer and will count as lost in `left_s` seconds, `answers` when it does again, `lost`
+    when it is gone."""
 
     node: str
     kind: str
@@ -39,6 +45,7 @@ class Report:
     code: int = 0
     ordered: bool = False
     address: str = ""
+    left_s: float = 0.0
 
 
 class Node:
@@ -50,6 +57,10 @@ class Node:
         self.name = name
         self.ranks: tuple[int, ...] = ()
         self.ended_marks: set[str] = set()
+        self.ready = False  # torch is loaded
+        self.asked = False
+        self.silent_s = 0.0  # since it was asked, as far as somebody looked
+        self.spoken_of = False
         self._inbox, self._on_line = inbox, on_line
         read_end, write_end = os.pipe()
         try:
@@ -126,12 +137,23 @@ class _Attempt:
 class Nodes:
     """`count` nodes at work and `spares` that wait. All ranks of an attempt are started and ended together."""
 
-    def __init__(self, *, count: int, spares: int, environment: Mapping[str, str], on_line: Callable[[str], None]):
+    def __init__(
+        self,
+        *,
+        count: int,
+        spares: int,
+        environment: Mapping[str, str],
+        on_line: Callable[[str], None],
+        lost_after_s: float = LOST_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if count < 1 or spares < 0:
             raise ConfigError(f"nodes: expected at least 1 node and 0 spares, met {count} and {spares}")
         self._environment = {**environment, SUPERVISOR_PID: str(os.getpid())}
         self._count, self._on_line = count, on_line
         self._inbox: queue.Queue[Report] = queue.Queue()
+        self._lost_after_s, self._clock = lost_after_s, clock
+        self._looked_s = clock()
         self._made = 0
         self._active: list[Node] = []
         self._spares: list[Node] = []
@@ -158,6 +180,8 @@ class Nodes:
     def start(self, launch: Path, world: int) -> list[str]:
         """Start an attempt on `count` nodes. Returns the names of the nodes that took a lost one's place."""
         joined = []
+        self._count = min(self._count, world)
+        self._give_up(self._active[self._count :])
         while len(self._active) < self._count:
             spare = self._spares.pop(0) if self._spares else self._make()
             self._active.append(spare)
@@ -176,9 +200,38 @@ class Nodes:
             found.append(self._inbox.get(timeout=timeout_s))
             while True:
                 found.append(self._inbox.get_nowait())
+        known = {node.name for node in (*self._active, *self._spares)}
+        found = [report for report in found if report.node in known]  # a node that was given up says that it ended
         for report in found:
             self._note(report)
-        return found
+        return found + self._ask(found)
+
+    def _ask(self, found: Sequence[Report]) -> list[Report]:
+        """Ask every node whether it is there; end one that was silent for too long, which is reported as lost then.
+        Time in which nobody looked does not count: its answer may lie in a pipe that was not read."""
+        now_s = self._clock()
+        passed_s = min(now_s - self._looked_s, ASK_S)
+        self._looked_s = now_s
+        heard, said = {report.node for report in found if report.kind != "lost"}, []
+        for node in (*self._active, *self._spares):
+            if node.name in heard:
+                if node.spoken_of:
+                    said.append(Report(node=node.name, kind="answers", pid=node.process.pid))
+                node.asked = node.spoken_of = False
+                node.silent_s = 0.0
+                continue
+            node.silent_s += passed_s
+            limit_s = self._lost_after_s * (1.0 if node.ready else LOAD_FACTOR)
+            if not node.asked and node.silent_s >= ASK_S:
+                node.asked = True
+                node.send(do="ask")
+            elif node.silent_s >= limit_s:
+                node.process.kill()
+            elif node.ready and node.silent_s >= QUIET_S and not node.spoken_of:
+                node.spoken_of = True
+                left_s = limit_s - node.silent_s
+                said.append(Report(node=node.name, kind="silent", pid=node.process.pid, left_s=left_s))
+        return said
 
     def ask_for_traces(self) -> None:
         for node in self._active:
@@ -188,6 +241,12 @@ class Nodes:
         """Send a signal to all ranks."""
         for node in self._active:
             node.send(do="end", signal=int(number))
+
+    def end_loading(self) -> None:
+        """Kill the nodes that load torch still: they hear nothing until they have."""
+        for node in (*self._active, *self._spares):
+            if not node.ready:
+                node.process.kill()
 
     def wait_for_output(self) -> None:
         """Until everything that the ended ranks printed has been handed to `on_line`."""
@@ -202,8 +261,31 @@ class Nodes:
             node.close(grace_s)
         self._active, self._spares = [], []
 
-    def ranks_of(self, name: str) -> tuple[int, ...]:
-        return next((node.ranks for node in self._active if node.name == name), ())
+    def swap(self, ranks: Collection[int]) -> list[str]:
+        """Let spares take the places of the nodes that held these ranks; returns the names of the nodes that go, none
+        where there are not enough spares."""
+        bad = [node for node in self._active if not set(ranks).isdisjoint(node.ranks)]
+        missing = self._count - len(self._active)
+        if not bad or len(bad) + missing > len(self._spares):
+            return []
+        self._give_up(bad)
+        return [node.name for node in bad]
+
+    def leave_out(self, ranks: Collection[int]) -> int:
+        """Give up the nodes that held these ranks, unless they are all there are; returns how many ranks of the last
+        attempt the nodes that stay had, or, where all are at fault, how many others there were."""
+        world = self._attempt.world if self._attempt else 0
+        good = [node for node in self._active if set(ranks).isdisjoint(node.ranks)]
+        if not good:
+            return world - len(set(ranks))
+        self._give_up([node for node in self._active if node not in good])
+        self._count = len(good)
+        return sum(len(node.ranks) for node in good)
+
+    def _give_up(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self._active.remove(node)
+            node.close(CLOSE_S)
 
     def _make(self) -> Node:
         node = Node(f"n{self._made}", self._environment, self._inbox, self._on_line)
@@ -212,7 +294,10 @@ class Nodes:
 
     def _note(self, report: Report) -> None:
         attempt = self._attempt
-        if report.kind == "listening" and attempt:
+        if report.kind == "ready":
+            for node in (*self._active, *self._spares):
+                node.ready |= node.name == report.node
+        elif report.kind == "listening" and attempt:
             for node in self._active[1:]:
                 node.send(
                     do="start", launch=attempt.launch, world=attempt.world, ranks=node.ranks, address=report.address

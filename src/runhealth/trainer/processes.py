@@ -1,10 +1,13 @@
-"""Leaving no process behind: children that die with their parent, and ending a whole process tree."""
+"""Leaving no process behind: an end in order, children that die with their parent, and ending a whole process tree."""
 
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -35,6 +38,23 @@ def descendants(pid: int) -> list[int]:
             found.append(child)
             queue.append(child)
     return found
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Until the supervisor takes over, and after it, SIGTERM is what Ctrl-C is: an end in order, with 130."""
+
+    def interrupt(*_signal: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler, and only it gets the signal
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def interrupt_group(pid: int) -> None:

@@ -5,7 +5,6 @@ Every restart is a new attempt of the run with new processes. They are forked by
 restart pays for no import, and a lost node gives way to a spare.
 """
 
-import fcntl
 import importlib.util
 import os
 import signal
@@ -16,21 +15,20 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from runhealth.storage.errors import ConfigError, MissingExtraError, PlanError, StoreError
-from runhealth.storage.jsontext import parse_json
 from runhealth.storage.publish import Publisher
-from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind, Record, RunEvent
+from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind
 from runhealth.storage.store import RunInfo, Store
-from runhealth.trainer import checkpoints, rollback
-from runhealth.trainer.attempt import Attempt, Listener, Output
+from runhealth.trainer import checkpoints, elastic, rollback
+from runhealth.trainer.attempt import STOPPED_SLACK_S, Attempt, Listener, Output
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import data_folder, pack
 from runhealth.trainer.failure import Failure
-from runhealth.trainer.folders import join
 from runhealth.trainer.journal import SUPERVISOR_RANK, Journal
 from runhealth.trainer.launch import LaunchSpec, RunState, write_json
+from runhealth.trainer.lock import owned
 from runhealth.trainer.nodes import Nodes, environment_for
 from runhealth.trainer.restarts import RestartPolicy
 
@@ -57,7 +55,11 @@ def check_nodes(nodes: int, config: TrainConfig) -> None:
 
 
 class Supervisor:
-    """One run, from now until `stop_step`. Use `supervise`; a second supervisor on the same run gets a ConfigError."""
+    """One run, from now until `stop_step`. Use `supervise`; a second supervisor on the same run gets a ConfigError.
+
+    `min_world`: when ranks were lost again and again and no spare is there, go on with fewer, down to so many; None:
+    the run ends then. The next supervisor begins with all ranks again.
+    """
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Supervisor:
         max_restarts: int = 2,
         nodes: int = 1,
         spares: int = 0,
+        min_world: int | None = None,
         on_progress: Listener | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
@@ -80,6 +83,7 @@ class Supervisor:
             ("max-restarts", max_restarts, 0),
             ("nodes", nodes, 1),
             ("spares", spares, 0),
+            ("min-world", self.config.world if min_world is None else min_world, 1),
         ):
             if value < least:
                 raise ConfigError(f"--{name}: expected at least {least}, met {value}")
@@ -88,7 +92,10 @@ class Supervisor:
         self._base = checkpoints.base_of(self.config.checkpoint.target, run.name, run.path)
         self._failed_ns = 0  # when the last failure was found
         self._store = store
+        self._max_restarts = max_restarts
         self._policy = RestartPolicy(max_restarts)
+        self._current = self.config  # of the attempt: with fewer ranks once the world has shrunk
+        self._min_world = min_world
         self._counts = (nodes, spares)
         self._say = say
         self._output = Output(on_progress, self._tell)
@@ -109,11 +116,11 @@ class Supervisor:
             PlanError: the plan of `plan_file` does not fit the run.
         """
         require_torch(self.config)
-        with open(Path(self.run_path) / "supervisor.lock", "a") as lock:
-            self._take(lock)
+        with owned(self.run.name, self.run_path):
             previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 start, is_rollback = self._first_start(plan_file)
+                self._grow_back(start)
                 if checkpoints.step_of(start) >= self.stop_step:
                     self._tell(f"{start} is the end already; nothing to train (--steps goes further)")
                     return 0
@@ -130,7 +137,13 @@ class Supervisor:
         thread = threading.Thread(target=publisher.run_forever, args=(stop_publishing,), name="publisher", daemon=True)
         thread.start()
         count, spares = self._counts
-        nodes = Nodes(count=count, spares=spares, environment=environment_for(os.environ), on_line=self._output.line)
+        nodes = Nodes(
+            count=count,
+            spares=spares,
+            environment=environment_for(os.environ),
+            on_line=self._output.line,
+            lost_after_s=self.config.timeout_s + STOPPED_SLACK_S,
+        )
         try:
             while True:
                 self._failure = None
@@ -147,8 +160,11 @@ class Supervisor:
                 checkpoint, is_rollback = self._newest(), False
                 why = self._policy.give_up(self._failure, checkpoints.step_of(checkpoint)) if self._failure else ""
                 if why:
-                    self._tell(why)
-                    return 1
+                    changed = self._change_nodes(nodes, checkpoint)
+                    self._tell(f"{why}; {changed or 'giving up'}")
+                    if not changed:
+                        return 1
+                    continue
                 self._tell(f"restart {self._policy.failures} from {checkpoint or 'the beginning'}")
         finally:
             nodes.close(GRACE_S)
@@ -159,6 +175,44 @@ class Supervisor:
             except StoreError as error:
                 self._tell(str(error))
 
+    def _grow_back(self, checkpoint: str) -> None:
+        """Whoever starts a run whose world had shrunk says that all ranks are there again."""
+        before, now = self.state.world, self.config.world
+        if not before:
+            return
+        facts = {"checkpoint_step": checkpoints.step_of(checkpoint), **_worlds(before, now)}
+        self._events.append(("world_changed", f"the world grows back from {before} to {now} ranks", facts))
+        self.state = replace(self.state, world=0)
+        self.state.write(self.run_path)
+
+    def _change_nodes(self, nodes: Nodes, checkpoint: str) -> str:
+        """The restarts are used up. Where that is the fault of a rank, and not of code or data: take a spare in its
+        node's place, else go on without it. Returns what was done; an empty text if nothing could be."""
+        failure = self._failure
+        if failure is None or failure.kind not in ("hang", "dead_rank") or not failure.ranks:
+            return ""
+        where = {"checkpoint_step": checkpoints.step_of(checkpoint), "ranks": list(failure.ranks)}
+        swapped = nodes.swap(failure.ranks)
+        if swapped:
+            message = f"node {', '.join(swapped)} gives way to a spare"
+            self._events.append(("node_left", message, {**where, "nodes": swapped}))
+        elif self._min_world is None:
+            return ""
+        else:
+            before, room = self._current, nodes.leave_out(failure.ranks)
+            found = elastic.shrink(before, room, self._min_world, failure.ranks)
+            if found is None:
+                return ""
+            self._current = found.config
+            message = elastic.describe(before, found.config)
+            if found.dropped:
+                message += f"; gone with a rank: {', '.join(found.dropped)}"
+            self._events.append(("world_changed", message, {**where, **_worlds(before.world, found.config.world)}))
+            self.state = replace(self.state, world=found.config.world)
+            self.state.write(self.run_path)
+        self._policy = RestartPolicy(self._max_restarts)
+        return f"{message}; on from {checkpoint or 'the beginning'}"
+
     def _one_attempt(self, nodes: Nodes, checkpoint: str, is_rollback: bool) -> tuple[int, str | None]:
         """Run the ranks once. Returns their exit code, and the checkpoint to go back to if a plan ended them."""
         claimed = self._store.claim_attempt(self.run, uuid.uuid4().hex)
@@ -168,7 +222,7 @@ class Supervisor:
             run_path=self.run_path,
             data_path=self._data_path,
             attempt=claimed.attempt,
-            config=self.config,
+            config=self._current,
             stop_step=self.stop_step,
             checkpoint=checkpoint,
             rollback=is_rollback,
@@ -190,10 +244,12 @@ class Supervisor:
             self._flush(claimed.attempt)
             with output_file as output:
                 self._output.begin(output)
-                attempt = Attempt(nodes, launch, self.config.world, self.config.timeout_s, self._tell)
+                attempt = Attempt(nodes, launch, self._current.world, self.config.timeout_s, self._tell)
                 for name in attempt.start():
                     self._tell(f"node {name} takes the place of a lost one")
-                    self._event(claimed.attempt, 0, "node_replaced", f"node {name} takes the place of a lost one", {})
+                    self._journal.event(
+                        claimed.attempt, 0, "node_replaced", f"node {name} takes the place of a lost one", {}
+                    )
                 target = self._watch(attempt, nodes, claimed.attempt)
                 if attempt.failed:
                     self._report_failure(launch, claimed.attempt, attempt)
@@ -224,7 +280,7 @@ class Supervisor:
                 suspended = set(attempt.stopped)
                 ranks = sorted(suspended)
                 message = f"ranks suspended: {', '.join(map(str, ranks)) or 'none any more'}"
-                self._event(number, 0, "rank_suspended", message, {"ranks": ranks})
+                self._journal.event(number, 0, "rank_suspended", message, {"ranks": ranks})
             for path in rollback.pending(self.run_path):
                 target = self._apply_pending(path)
                 if target is not None:
@@ -313,21 +369,23 @@ class Supervisor:
 
     def _flush(self, attempt: int) -> None:
         """Write what happened between the attempts into the log of the new one."""
-        now = time.time_ns()
-        key = {"attempt": attempt, "step": 0, "rank": SUPERVISOR_RANK, "ts_ns": now}
-        records: list[Record] = [
-            RunEvent(**{**key, "step": int(data.get("checkpoint_step", 0))}, kind=kind, message=message, data=data)
-            for kind, message, data in self._events
-        ]
-        records += [
-            CheckpointRecord(
-                **{**key, "step": info.step}, path=info.path, status=CheckpointStatus.FAILED, reason=reason
-            )
-            for info, reason in self._failed_checkpoints
-        ]
+        for kind, message, data in self._events:
+            self._journal.event(attempt, int(data.get("checkpoint_step", 0)), kind, message, data)
+        self._journal.append(
+            [
+                CheckpointRecord(
+                    attempt=attempt,
+                    step=info.step,
+                    rank=SUPERVISOR_RANK,
+                    ts_ns=time.time_ns(),
+                    path=info.path,
+                    status=CheckpointStatus.FAILED,
+                    reason=reason,
+                )
+                for info, reason in self._failed_checkpoints
+            ]
+        )
         self._events, self._failed_checkpoints = [], []
-        if records:
-            self._journal.append(records)
 
     def _report_failure(self, launch: Path, number: int, attempt: Attempt) -> None:
         self._failure = failure = attempt.post_mortem()
@@ -347,42 +405,12 @@ class Supervisor:
             "named_ns": attempt.named_ns,
         }
         step = max(0, failure.step)
-        self._event(number, step, EventKind.EXCEPTION, failure.message, data)
+        self._journal.event(number, step, EventKind.EXCEPTION, failure.message, data)
         if failure.kind in ("hang", "dead_rank"):
-            self._event(number, step, failure.kind, failure.message, {"ranks": list(failure.ranks)})
-
-    def _event(self, attempt: int, step: int, kind: str, message: str, data: dict[str, Any]) -> None:
-        self._journal.append(
-            [
-                RunEvent(
-                    attempt=attempt,
-                    step=step,
-                    rank=SUPERVISOR_RANK,
-                    ts_ns=time.time_ns(),
-                    kind=kind,
-                    message=message,
-                    data=data,
-                )
-            ]
-        )
+            self._journal.event(number, step, failure.kind, failure.message, {"ranks": list(failure.ranks)})
 
     def _tell(self, line: str) -> None:
         self._say(f"{self.run.name}: {line}")
-
-    def _take(self, lock: IO[str]) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"run {self.run.name!r} is already being trained by {self._owner()}; stop it first, or hand it a plan"
-                f" with `diagnose rollback apply`"
-            ) from error
-
-    def _owner(self) -> str:
-        try:
-            return f"process {parse_json((Path(self.run_path) / 'supervisor.json').read_text())['pid']}"
-        except (OSError, ValueError, KeyError):
-            return "another supervisor"
 
     def _write_status(self, status: str, nodes: Nodes | None = None, attempt: int | None = None) -> None:
         self._journal.status(
@@ -400,6 +428,10 @@ class Supervisor:
         self._interrupted = True
 
 
+def _worlds(before: int, now: int) -> dict[str, int]:
+    return {"world_before": before, "world": now}
+
+
 def create(store: Store, name: str, config: TrainConfig) -> RunInfo:
     """Create a run for a config. Raises ConfigError if one of this name exists with another config."""
     run = store.create_run(name, config.to_json())
@@ -409,23 +441,3 @@ def create(store: Store, name: str, config: TrainConfig) -> RunInfo:
             f" {name}`, or choose another name"
         )
     return run
-
-
-def newest_of(origin: RunInfo) -> str:
-    """The newest verified checkpoint of a run, as a whole path or URL, for another run to begin with.
-
-    Raises:
-        ConfigError: it has none that verifies.
-    """
-    config = TrainConfig.from_json(origin.config, where=f"{origin.path}/run.json: config")
-    base = checkpoints.base_of(config.checkpoint.target, origin.name, str(Path(origin.path).resolve()))
-    found, failed = checkpoints.newest_verified(base, RunState.read(origin.path).superseded)
-    if found is None:
-        reasons = "".join(f"; {why}" for _, why in failed[:3])
-        raise ConfigError(f"run {origin.name!r} has no checkpoint that verifies{reasons}")
-    return join(base, found.path)
-
-
-def begin_with(run: RunInfo, checkpoint: str) -> None:
-    """Have a new run begin with this checkpoint, whatever layout saved it."""
-    replace(RunState.read(run.path), origin=checkpoint).write(run.path)

@@ -1,6 +1,7 @@
-"""How far an optimizer step moves the parameters of the whole model, where no rank holds all of them.
+"""What a step did to the parameters, as only the engine can tell: how far the optimizer moved those of the whole model
+where no rank holds all of them, and whom the routers of a mixture of experts chose.
 
-The monitor measures this itself where rank 0 has the whole model. Here every rank takes part: parameters are copied
+Where rank 0 has the whole model the monitor measures updates itself. Here every rank takes part: parameters are copied
 before the step and subtracted after it, and both norms are summed over shards and stages.
 """
 
@@ -12,7 +13,8 @@ from runhealth.trainer.parallel.engine import Engine
 
 
 class ShardedUpdates:
-    """`update_ratio` and `weight_norm` every `every` steps; collective in those. `every` 0 turns it off."""
+    """`update_ratio` and `weight_norm` every `every` steps; collective in those. `every` 0 turns it off.
+    `router_load_max` in each step of a model with experts: of the most lopsided router of this rank, and by layer."""
 
     def __init__(self, engine: Engine, every: int) -> None:
         self._engine, self._every = engine, every
@@ -25,6 +27,11 @@ class ShardedUpdates:
 
     @torch.no_grad()
     def after_optimizer(self, record: Step) -> None:
+        loads = {layer: float(load) for layer, load in self._engine.router_loads().items()}
+        for layer, load in loads.items():
+            record.record_layer(layer, {"router_load_max": load})
+        if loads:
+            record.record("router_load_max", max(loads.values()))
         before, self._before = self._before, []
         if not before:
             return

@@ -11,6 +11,7 @@ from runhealth.trainer.drill import Drill
 from runhealth.trainer.failure import write_error
 from runhealth.trainer.launch import LaunchSpec
 from runhealth.trainer.loop import Trainer
+from runhealth.trainer.replay import Replay
 from runhealth.trainer.watch import RankWatch
 
 STALL_FACTOR = 1.5  # no step for so many group time-outs: what hangs here is no collective
@@ -52,6 +53,7 @@ def _train(spec: LaunchSpec, rank: int, rendezvous: str | Store, watch: RankWatc
         for drill in drills:
             drill.strike(step, rank, spec.attempt)
 
-    Trainer(spec, on_step=on_step).run()
+    kind = Replay if spec.replay is not None else Trainer
+    kind(spec, on_step=on_step).run()
     dist.barrier()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
-from runhealth.diagnose.windows import Ahead, Chunks, settled, take
+from runhealth.diagnose.windows import Ahead, quiet_stretches, settled
 from runhealth.storage.blocks import Floats
 
 OVER_THRESHOLD = 5.0
@@ -81,20 +81,14 @@ class ClipBreach(Detector):
         rows = np.flatnonzero(measured)
         ratios = norm.values[rows] / threshold.values[rows]
         found: list[tuple[int, Alarm]] = []
-        at, part = 0, Chunks(self._ratio, len(rows))
-        while part:
-            loud = self._first_breach(ratios[part.at : part.end])
-            quiet = part.at + loud
-            take(self._ratio, ratios[part.at : quiet])
-            self._recent.extend((step, 0.0) for step in block.steps[rows[part.at : quiet][-OF_FRAMES:]].tolist())
-            if quiet == part.end:
-                part.quiet()
-                continue
-            row = int(rows[quiet])
-            self._since += row - at
-            found.extend(self.update_rows(block, (row,)))
-            at = row + 1
-            part.loud(quiet)
+        at = 0
+        for start, stop, loud in quiet_stretches(self._ratio, ratios, self._first_breach):
+            self._recent.extend((step, 0.0) for step in block.steps[rows[start:stop][-OF_FRAMES:]].tolist())
+            if loud:
+                row = int(rows[stop])
+                self._since += row - at
+                found.extend(self.update_rows(block, (row,)))
+                at = row + 1
         self._since += len(block) - at
         return found
 

@@ -5,6 +5,10 @@ read what they read before; everything else should be fresh until the whole data
 the batches of eight frames were seen before. A new epoch, told by the log or by batches that all repeat those of long
 ago, is no fault. Where a resume reads other batches for steps that are done again, and they are fresh, the
 data were moved ahead: samples were skipped.
+
+Ranks that begin to read the same batches in the same step are told too, in the second such step. Of those, the ones are
+named that left their own sequence (samples that follow each other, or a shard that goes on), unless all did or none.
+Ranks that share their data from the start do so on purpose.
 """
 
 from collections import OrderedDict, deque
@@ -17,6 +21,7 @@ from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
+from runhealth.storage.blocks import BatchColumns
 from runhealth.storage.records import BatchRecord
 
 SHARE = 0.3
@@ -27,6 +32,7 @@ REARM_FRAMES = 256
 POSITIONS = 64
 KEEP_BATCHES = 100_000  # the newest
 LONG_AGO = 0.5  # of the steps of the epoch so far
+APART_FRAMES, SHARED_FRAMES = 16, 2
 
 Key = tuple[str, int, int] | int
 
@@ -49,6 +55,10 @@ class DataLedger(Detector):
         self._since = REARM_FRAMES
         self._last_step = -1
         self._positions: deque[tuple[int, float]] = deque(maxlen=POSITIONS)
+        self._ends: dict[int, tuple[str, int]] = {}  # rank -> shard and sample at which its last step ended
+        self._apart = 0  # steps in which the ranks read different batches
+        self._shared: list[int] = []  # steps of this attempt in which some did not
+        self._copiers: dict[tuple[int, ...], tuple[int, ...]] = {}  # ranks that read the same -> those that moved
 
     def update(self, frame: Frame) -> list[Alarm]:
         if self._attempt is None:
@@ -56,15 +66,23 @@ class DataLedger(Detector):
         elif frame.attempt != self._attempt:
             self._until, self._resumed = max(self._until, self._last_step), frame.step
             self._recent.clear()
+            self._shared.clear()
+            self._copiers.clear()
             self._since = REARM_FRAMES
         self._attempt, self._last_step = frame.attempt, frame.step
         self._since += 1
         ahead = self._ahead(frame)
         if ahead is not None:
             return [ahead]
-        keys = [key for batch in frame.batches if (key := _key(batch)) is not None]
+        groups, copies = _groups(frame)
+        keys = [key for i, batch in enumerate(frame.batches) if i not in copies and (key := _key(batch)) is not None]
         if not keys:
             return []
+        copied = self._copied(frame, groups)
+        self._ends = {batch.rank: (batch.shard, batch.last_sample) for batch in frame.batches}
+        if copied is not None:
+            return [copied]
+        self._apart += not groups and len(keys) > 1
         redone = self._resumed >= 0 and frame.step <= self._until
         again, fresh, oldest = self._enter(frame.step, keys, redone)
         if self._begins_epoch(frame, again == len(keys) and not redone, oldest):
@@ -90,14 +108,19 @@ class DataLedger(Detector):
         epochs, positions = _listed(block, "epoch"), _listed(block, "consumed_samples")
         found: list[tuple[int, Alarm]] = []
         odd = any(r[2] or r[3] for r in self._recent)
+        quiet = -1  # the last row that was
         for row, step in enumerate(block.steps.tolist()):
             keys = hashes[starts[row] : starts[row + 1]]
             epoch = epochs[row]
             same_epoch = epoch is None or int(epoch) <= self._epoch
             if odd or not same_epoch or step <= self._until or not self._fresh(keys):
+                if quiet == row - 1 >= 0:
+                    self._ends = _ends(batches[0], starts[quiet], starts[row])
                 found.extend(self.update_rows(block, (row,)))
                 odd = any(r[2] or r[3] for r in self._recent)
                 continue
+            quiet = row
+            self._apart += len(keys) > 1
             self._last_step = step
             self._since += 1
             position = positions[row]
@@ -105,7 +128,51 @@ class DataLedger(Detector):
                 self._positions.append((step, float(position)))
             self._enter(step, keys, redone=False)
             self._recent.append((step, len(keys), 0, 0))
+        if quiet == len(block) - 1:
+            self._ends = _ends(batches[0], starts[quiet], starts[quiet + 1])
         return found
+
+    def _copied(self, frame: Frame, groups: Sequence[tuple[int, ...]]) -> Alarm | None:
+        """Ranks that read what others read. `groups`: ranks with a batch in common."""
+        if not groups or self._apart < APART_FRAMES:
+            return None
+        if self._shared and frame.step - self._shared[-1] > FRAMES:
+            self._shared.clear()  # once in a while, as at the end of an epoch that is filled up
+            self._copiers.clear()
+        self._shared.append(frame.step)
+        del self._shared[1:-SHARED_FRAMES]
+        for ranks in groups:
+            if ranks not in self._copiers:
+                self._copiers[ranks] = self._left(frame, ranks)
+        if len(self._shared) != SHARED_FRAMES or self._since < REARM_FRAMES:
+            return None
+        self._since = 0
+        named = tuple(sorted({rank for ranks in self._copiers.values() for rank in ranks}))
+        involved = {rank for ranks in self._copiers for rank in ranks}
+        who = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+        what = "the same batches" if involved == set(named) else "batches that another rank reads as well"
+        share = sum(len(ranks) - 1 for ranks in groups) / len(frame.ranks)
+        message = f"{who} read{'s' * (len(named) == 1)} {what} since step {self._shared[0]:,}"
+        return self.fact(
+            frame,
+            "data_repeated",
+            "shard",
+            message,
+            onset=self._shared[0],
+            value=share,
+            baseline=0.0,
+            ranks=named,
+        )
+
+    def _left(self, frame: Frame, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the ranks that left their own sequence; all where that tells nothing."""
+        begins: dict[int, BatchRecord] = {}
+        for batch in frame.batches:
+            begins.setdefault(batch.rank, batch)
+        shards = {rank for rank in ranks if self._ends.get(rank, ("", 0))[0] == begins[rank].shard}
+        follow = {rank for rank in shards if begins[rank].first_sample == self._ends[rank][1] + 1}
+        left = tuple(rank for rank in ranks if rank not in (follow or shards))
+        return left or ranks
 
     def _fresh(self, keys: Sequence[Key | None]) -> bool:
         """Hashes that were never met, in this epoch or in this step."""
@@ -187,6 +254,31 @@ class DataLedger(Detector):
                 self.fact(frame, "data_skipped", "shard", message, onset=onset, value=other / batches, baseline=0.0)
             ]
         return []
+
+
+def _groups(frame: Frame) -> tuple[list[tuple[int, ...]], set[int]]:
+    """Ranks of a step with a batch in common, by content; and which batches are copies of those of a lower rank.
+    Degenerate data are alike by themselves."""
+    readers: dict[int, tuple[int, ...]] = {}
+    copies: set[int] = set()
+    odd = {(o.batch.rank, o.batch.micro_batch) for o in frame.outliers if o.strong}
+    for i, batch in enumerate(frame.batches):
+        if batch.content_hash is None or (batch.rank, batch.micro_batch) in odd:
+            continue
+        before = readers.get(batch.content_hash, ())
+        if batch.rank not in before:
+            readers[batch.content_hash] = (*before, batch.rank)
+            if before:
+                copies.add(i)
+    return list(dict.fromkeys(ranks for ranks in readers.values() if len(ranks) > 1)), copies
+
+
+def _ends(batches: BatchColumns, start: int, stop: int) -> dict[int, tuple[str, int]]:
+    """Of the batches of a row, which are in the order of ranks: the last shard and sample of each rank."""
+    ranks, shards = batches.rank[start:stop].tolist(), batches.shards[start:stop].tolist()
+    lasts = batches.last_sample[start:stop].tolist()
+    names = batches.shard_names
+    return {rank: (names[shard], last) for rank, shard, last in zip(ranks, shards, lasts, strict=True)}
 
 
 def _listed(block: FrameBlock, name: str) -> list[float | None]:

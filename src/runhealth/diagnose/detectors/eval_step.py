@@ -1,7 +1,8 @@
 """The evaluation loss steps up from one evaluation to the next and stays there while the training loss does not move.
 
 Smaller steps than `eval_drift` tells of: 3.5 % and six sigma of what evaluations usually move from one to the next, in
-two evaluations, where the training loss moves by less than half of it, as far as its noise lets one say.
+two evaluations, where the training loss does not rise by half of it, as far as its noise lets one say. Nor does it fall
+by as much: then other data are trained on.
 """
 
 import itertools
@@ -48,7 +49,7 @@ class EvalStep(Detector):
         if not stays or now[0] - last < EFFECT or rise < SIGMAS * sigma or max(now) <= max(before[-2:]):
             self._told = False
             return []
-        if self._told or abs(train) > 0.5 * rise + scatter:
+        if self._told or train > 0.5 * rise + scatter or -train > rise + scatter:
             return []
         self._told = True
         message = (

@@ -18,6 +18,7 @@ from runhealth.diagnose.findings import Alarm, Severity
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median
+from runhealth.diagnose.windows import Ahead, settled, take
 from runhealth.storage.blocks import Floats
 
 FACTOR = 3.0
@@ -106,7 +107,7 @@ class GradientSpike(Detector):
         found: list[tuple[int, Alarm]] = []
         start = i = 0
         while i < len(rows):
-            quiet = self._take(logs[i : i + LARGEST_BLOCK]) if self._norm.full else 0
+            quiet = self._take(logs[i : i + LARGEST_BLOCK]) if settled(self._norm) else 0
             i += quiet
             if i == len(rows) or quiet == LARGEST_BLOCK:
                 continue
@@ -119,12 +120,12 @@ class GradientSpike(Detector):
 
     def _take(self, logs: Floats) -> int:
         """Take in the norms up to the first that is high. Returns how many."""
-        course = self._norm.ahead(logs)
-        excess = logs - course.centers
-        high = (excess >= math.log(FACTOR)) & (excess >= Z_ALARM * course.sigmas)
+        ahead = Ahead(self._norm, logs)
+        excess = logs - ahead.center()
+        high = (excess >= math.log(FACTOR)) & (excess >= Z_ALARM * ahead.sigma())
         quiet = int(high.argmax()) if high.any() else len(logs)
         if quiet:
-            self._norm.take(logs[:quiet], course)
+            take(self._norm, logs[:quiet])
             self._run = 0
         return quiet
 

@@ -5,7 +5,7 @@ a spike never hides the next one; non-finite points never enter it. One-sided: a
 
 - a row of +10 % beyond what single rows of this series reach: 5 sigma, up to 9.5 where its tails are heavy;
 - two rows of +10 % and 5 sigma among three;
-- three to five rows that together lie further out than sums of this series do, 3.9 sigma of their mean where it is
+- three to five rows that together lie further out than sums of this series do, 4.1 sigma of their mean where it is
   normal noise; their rise, or the highest of them, is at least 10 % of the loss, or 0.1 nats (10 % of the perplexity,
   exp(loss), of a loss in nats a token), as far as the noise lets tell. What is under 10 % of the loss is told quietly.
 
@@ -48,10 +48,10 @@ FLOOR = 0.005
 WINSOR_Z = 3.0
 CAP_Z = 3.25  # of a row within a sum: no single row makes one
 ROWS = (SUM_ROWS, 4, 5)
-SUM_ALARM, WIDENED = 3.9, 1.5
+SUM_ALARM, WIDENED = 4.1, 1.5
 EXCLUDED_Z = 1.64  # a rise of 10 % that a mean is so many standard errors under is not excluded
 FALLING_Z = 10.0  # on a steep stretch the rows lie under the centre and tell little of their tails
-KNOWN_ROWS, UNKNOWN_FACTOR = 512, 1.15
+KNOWN_ROWS, UNKNOWN_FACTOR, DESCENT_FACTOR = 512, 1.15, 1.2
 OVER_Z = 1.0  # an excursion is over once five rows lie no higher
 DEBOUNCE_STEPS, TALLER = 20, 2.0  # so soon after an alarm, only a rise twice as high is another
 REARM_POINTS = WINDOW // 2
@@ -186,8 +186,11 @@ class LossSpike(Detector):
         if bump and (z >= self._single_z() or any(r.z >= Z_ALARM and r.rise >= loud for r in (rows[-2], rows[-3]))):
             length = 1
         elif self._count >= WINDOW:  # how far sums wander is not known before
-            unknown = self._falling or self._habit.rows < KNOWN_ROWS
-            factor = max(self._habit.factor, UNKNOWN_FACTOR if unknown else 1.0) ** WIDENED
+            young = self._habit.rows < KNOWN_ROWS
+            least = UNKNOWN_FACTOR if self._falling or young else 1.0
+            if self._falling and young:
+                least = DESCENT_FACTOR
+            factor = max(self._habit.factor, least) ** WIDENED
             for n, total, limit in zip(ROWS, sums, SUM_LIMIT, strict=True):
                 if not length and total >= limit * factor and self._rises(n, needed):
                     length = n

@@ -4,7 +4,8 @@ Told by a gradient norm that is not finite while the loss is exactly 0, or equal
 repeats the row before, or has vanished from a row that always held it; and by a loss that falls to exactly 0 from one
 row to the next and stays there. A vanished loss is non-finite by itself where the log says that no step was
 skipped: Megatron leaves the field out when there was nothing finite to print, and a table leaves its cells empty, that
-of the gradient norm too.
+of the gradient norm too. Where some ranks' own gradients are finite and others' are not, the gradient broke on these
+ranks, after a loss that was finite: such a log tells the truth.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from runhealth.diagnose.windows import total
 from runhealth.storage.blocks import Bools
 
 LEAST_ROWS = 5
-MEAN_SHARE = 1e-3
+MEAN_SHARE = 1e-4  # as many digits as are printed
 REARM_FRAMES = 64
 REPEATS = 2
 ZERO_ROWS, ZERO_FROM = 3, 0.05
@@ -73,7 +74,7 @@ class MaskedNonFinite(Detector):
                         "the log leaves the loss out while the gradient norm is not finite",
                     )
             return alarms
-        if bad_norm and math.isfinite(loss):
+        if bad_norm and math.isfinite(loss) and not _broke_on_some(frame):
             if loss == 0.0:
                 alarms += self._once(
                     frame,
@@ -208,6 +209,12 @@ class MaskedNonFinite(Detector):
                 message=message,
             )
         ]
+
+
+def _broke_on_some(frame: Frame) -> bool:
+    """Before the reduce, some ranks' gradients were finite and others' were not."""
+    finite = [math.isfinite(norm) for norm in frame.per_rank("grad_norm_rank").values()]
+    return any(finite) and not all(finite)
 
 
 DETECTOR = MaskedNonFinite

@@ -1,8 +1,9 @@
 """NaN or Inf in the loss, the gradient norm or the evaluation loss, on any rank, whatever the log says about it.
 
 A skipped fp16 step is a missing point, not an anomaly: a non-finite gradient norm of a step that was skipped, or that
-lowered the loss scale, does not count. One alarm an episode; an episode ends after 64 finite frames. A log that prints
-the mean of many steps may count those whose loss was not finite, and print the mean of the others: the count tells.
+lowered the loss scale, does not count. One alarm an episode; an episode ends after 64 finite frames. A number of the
+whole job, which one rank writes, names no rank. A log that prints the mean of many steps may count those whose loss was
+not finite, and print the mean of the others: the count tells.
 """
 
 import math
@@ -16,6 +17,7 @@ from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 
 SIGNALS = ("loss", "grad_norm", "grad_norm_rank", "eval_loss")
+OF_JOB = ("grad_norm", "eval_loss")
 COUNTS = ("nonfinite_count", "nan_steps")
 REARM_FRAMES = 64
 
@@ -44,6 +46,8 @@ class NonFinite(Detector):
             ]
             if signal == "grad_norm_rank" and not bad:
                 bad = [rank for rank, values in frame.ranks.items() if values.get("nonfinite_count", 0) > 0]
+            writers = [rank for rank, values in frame.ranks.items() if signal in values]
+            of_job = len(writers) == 1 < len(frame.ranks) and signal in OF_JOB
             counted = 0
             if signal == "loss" and not bad:
                 counted = int(frame.largest("nan_steps") or 0)
@@ -60,6 +64,8 @@ class NonFinite(Detector):
                 who = (
                     f"rank {bad[0]}" if count == 1 and len(frame.ranks) > 1 else f"{count} of {len(frame.ranks)} ranks"
                 )
+                if of_job:
+                    who = "the whole job"
                 if counted:
                     who = f"{counted} of the steps that this row stands for"
                 alarms.append(
@@ -73,7 +79,7 @@ class NonFinite(Detector):
                         score=math.inf,
                         value=float(frame.ranks[bad[0]].get(signal, math.nan)) if bad else math.nan,
                         baseline=math.nan,
-                        ranks=tuple(bad) if len(bad) < len(frame.ranks) else (),
+                        ranks=tuple(bad) if len(bad) < len(frame.ranks) and not of_job else (),
                         message=f"{signal} is not finite on {who}",
                     )
                 )

@@ -3,11 +3,14 @@
 Leave one out: a rank's compute (forward and backward) over the median of the others, less what that rank's excess
 usually is, smoothed over the last rows. It must be over 4 % and 6 robust sigma of what the largest of all ranks usually
 is, in four rows in a row, and the rank must wait less than the others where waits are recorded. A single slow step
-counts as a quarter more at most. Linear in the ranks; two are enough. Ranks of one stage lag together: each is compared
-with the other stages.
+counts as a quarter more at most, and the rank must have been slow in three of the four rows itself. One that has far
+longer sequences than the others is left to `length_lag`. Linear in the ranks; two are enough. Ranks of one stage lag
+together: each is compared with the other stages.
 """
 
 import math
+from collections import deque
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -20,10 +23,12 @@ from runhealth.diagnose.phases import COMPUTE, WAIT, spent
 from runhealth.diagnose.robust import Baseline, median
 from runhealth.diagnose.windows import Ahead, settled, take
 from runhealth.storage.blocks import Bools, Floats
+from runhealth.storage.records import Scalar
 
 EXCESS = 0.04
 Z_ALARM = 6.0
-IN_A_ROW = 4
+IN_A_ROW, SLOW_ITSELF = 4, 3
+MORE_WORK = 1.4
 REARM_FRAMES = 256
 FOLLOW = 0.35  # share of the newest row in the smoothed excess
 SETTLE = 0.05  # how fast a rank's usual excess follows
@@ -41,20 +46,22 @@ class RankLag(Detector):
         self._smooth: dict[int, float] = {}  # rank -> excess over that, smoothed
         self._habit = Baseline(128, least=24, floor=0.003)  # the largest smoothed excess
         self._over: list[int] = []  # steps in a row that were beyond
+        self._offs: deque[dict[int, float]] = deque(maxlen=IN_A_ROW)  # of the last of them: rank -> excess
+        self._works: deque[dict[int, Scalar]] = deque(maxlen=IN_A_ROW)  # rank -> sum of squared lengths
         self._rank = -1
         self._since = REARM_FRAMES
         self._limit = math.inf
 
     def update(self, frame: Frame) -> list[Alarm]:
         if frame.new_attempt:
-            self._over.clear()
+            self._clear()
         if len(frame.ranks) < 2:
             return []
         times = {rank: s for rank, values in frame.ranks.items() if (s := spent(values, COMPUTE)) is not None}
         if len(times) < 2:
             return []
         excess = _excess(times, {r: int(s) for r, s in frame.per_rank("stage").items()})
-        if not self._beyond(frame.step, excess) or not _waits_least(frame, self._rank):
+        if not self._beyond(frame, excess) or not _waits_least(frame, self._rank):
             return []
         self._since = 0
         return [self._alarm(frame, times, excess)]
@@ -104,7 +111,7 @@ class RankLag(Detector):
             self._limit = max(EXCESS, habit.center + Z_ALARM * habit.sigma)
             habit.push(float(most[stop - 1]))
             self._since += stop
-            self._over.clear()
+            self._clear()
             if stop < len(most):
                 usual, _ = self._follow(ranks, excess[:stop])
             self._usual.update(zip(ranks, usual, strict=True))
@@ -127,7 +134,7 @@ class RankLag(Detector):
             ends.append(usual)
         return ends, smooth
 
-    def _beyond(self, step: int, excess: dict[int, float]) -> bool:
+    def _beyond(self, frame: Frame, excess: dict[int, float]) -> bool:
         """Take in a row; whether some rank, `_rank` from then on, has been over the limit for long enough."""
         self._since += 1
         usual, smooth = self._usual, self._smooth
@@ -142,7 +149,7 @@ class RankLag(Detector):
         habit = self._habit
         limit = self._limit = max(EXCESS, habit.center + Z_ALARM * habit.sigma) if habit.ready else math.inf
         if not most > limit:
-            self._over.clear()
+            self._clear()
             habit.push(most)
             for rank, value in excess.items():
                 old = usual.get(rank, value)
@@ -150,8 +157,21 @@ class RankLag(Detector):
             return False
         if self._rank not in excess or not smooth[self._rank] > limit:
             self._rank = top
-        self._over.append(step)
-        return len(self._over) >= IN_A_ROW and self._since >= REARM_FRAMES
+        self._over.append(frame.step)
+        self._offs.append(excess)
+        self._works.append(frame.per_rank("sum_len_sq"))
+        if len(self._over) < IN_A_ROW or self._since < REARM_FRAMES:
+            return False
+        rank = max(excess, key=lambda r: (smooth[r], -r))
+        before = usual.get(rank, 0.0)
+        slow = [i for i, offs in enumerate(self._offs) if offs.get(rank, before) - before > limit]
+        by_length = sum(_has_longest(self._works[i], rank) for i in slow)
+        return len(slow) >= SLOW_ITSELF and 2 * by_length <= len(slow)
+
+    def _clear(self) -> None:
+        self._over.clear()
+        self._offs.clear()
+        self._works.clear()
 
     def _alarm(self, frame: Frame, times: dict[int, float], excess: dict[int, float]) -> Alarm:
         rank, limit = max(excess, key=lambda r: (self._smooth[r], -r)), self._limit
@@ -232,6 +252,12 @@ def _waits_least(frame: Frame, rank: int) -> bool:
     """The others wait for it: its wait is under their median, or waits are not recorded."""
     waits = {r: s for r, values in frame.ranks.items() if (s := spent(values, WAIT)) is not None}
     return rank not in waits or len(waits) < 2 or waits[rank] <= median(list(waits.values()))
+
+
+def _has_longest(work: Mapping[int, Scalar], rank: int) -> bool:
+    """Whether the rank has far longer sequences than the others: `length_lag` tells of these."""
+    others = [float(v) for r, v in work.items() if r != rank]
+    return rank in work and bool(others) and work[rank] > MORE_WORK * median(others)
 
 
 DETECTOR = RankLag

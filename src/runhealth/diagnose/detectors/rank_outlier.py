@@ -22,7 +22,7 @@ from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline, median, middle
-from runhealth.diagnose.windows import take
+from runhealth.diagnose.windows import Ahead, settled, take
 from runhealth.storage.blocks import Bools, Floats
 
 SIGNALS = ("loss", "grad_norm_rank")
@@ -75,13 +75,13 @@ class _Spread:
         return steps[0] if len(steps) >= in_rows else None
 
     def beyond(self, values: Floats) -> Bools:
-        """Which of the rows of (m, R) may be beyond the habit, as `judge` has it. Only when the habit is full."""
+        """Which of the rows of (m, R) may be beyond the habit, as `judge` has it. Only when the habit is settled."""
         furthest = _furthest(np.log(values))  # nearly: NumPy's logarithm differs in the last bit
         factor = FACTOR / (1 + (values.shape[1] == 2))
         if furthest.max() < factor - NEARLY:
             return np.zeros(len(values), dtype=np.bool_)
-        course = self.habit.ahead(furthest)
-        limit = np.maximum(factor, Z_ALARM * np.maximum(course.sigmas, course.centers / 2))
+        ahead = Ahead(self.habit, furthest)
+        limit = np.maximum(factor, Z_ALARM * np.maximum(ahead.sigma(), ahead.center() / 2))
         return np.asarray(furthest > limit - NEARLY, dtype=np.bool_)
 
     def take(self, ranks: tuple[int, ...], values: Floats) -> None:
@@ -159,7 +159,7 @@ class RankOutlier(Detector):
         while i < len(block):
             end = min(len(block), i + size)
             stop = i
-            if all(self._spreads[name].habit.full for name in values):
+            if all(settled(self._spreads[name].habit) for name in values):
                 stop += self._take(block.ranks, {name: of[i:end] for name, of in values.items()}, whole[i:end])
             size = min(4 * size, LARGEST_BLOCK)
             if stop < end:

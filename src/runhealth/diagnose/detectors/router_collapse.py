@@ -3,10 +3,15 @@
 from collections import deque
 from typing import ClassVar
 
+import numpy as np
+
 from runhealth.diagnose.detector import Detector
 from runhealth.diagnose.findings import Alarm
+from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import Baseline
+from runhealth.diagnose.windows import push
+from runhealth.storage.blocks import Floats, Ints
 
 COLLAPSED = 0.5
 OVER_HABIT = 1.5
@@ -49,6 +54,47 @@ class RouterCollapse(Detector):
         return [
             self.fact(frame, "router_collapse", "router_load_max", message, onset=over[0], value=load, baseline=usual)
         ]
+
+    def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
+        loads = _loads(block)
+        rows = np.flatnonzero(~np.isnan(loads))
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for loud in [*np.flatnonzero(loads[rows] > COLLAPSED).tolist(), len(rows)]:
+            if loud > at:
+                self._pass(loads[rows[at:loud]], block.steps[rows[at:loud]])
+            if loud < len(rows):
+                found.extend(self.update_rows(block, (int(rows[loud]),)))
+            at = loud + 1
+        return found
+
+    def _pass(self, loads: Floats, steps: Ints) -> None:
+        """Take in loads that are not high, whatever the habit is."""
+        habit = self._habit
+        self._since += len(loads)
+        young = max(0, habit.least - len(habit.values))
+        push(habit, loads[:young])
+        if len(loads) > young:  # the habit is refreshed before each of the others: what the last one saw counts
+            push(habit, loads[young:-1])
+            habit.refresh()
+            push(habit, loads[-1:])
+            self._recent.extend((step, False) for step in steps[young:][-OF_ROWS:].tolist())
+
+
+def _loads(block: FrameBlock) -> Floats:
+    """(n,): the load of each row as `update` reads it; NaN where there is none."""
+    signal, layers = block.largest("router_load_max"), block.layers()
+    loads = np.full(len(block), np.nan) if signal is None else signal.values
+    column = layers[0].columns.get("router_load_max") if layers is not None else None
+    if layers is None or column is None:
+        return loads
+    low, high = layers[1][0], layers[1][-1]
+    values, rows = column.values[low:high].astype(np.float64), np.repeat(np.arange(len(block)), np.diff(layers[1]))
+    if column.present is not None:
+        values = np.where(column.present[low:high], values, np.nan)
+    most = np.full(len(block), np.nan)
+    np.fmax.at(most, rows, values)
+    return np.where(np.isnan(loads), most, loads)
 
 
 DETECTOR = RouterCollapse

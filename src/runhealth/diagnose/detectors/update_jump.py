@@ -2,7 +2,8 @@
 
 It is the first sign of a wrong learning rate or a damaged optimizer, before the loss; bad data leave it near normal.
 A learning rate that rises smoothly (warm-up) takes the update with it and is allowed for. The first rows after a resume
-are left to `optimizer_lost`. One alarm an episode: the next needs 64 rows at the old level.
+are left to `optimizer_lost`, unless the learning rate jumped after it. One alarm an episode: the next needs 64 rows at
+the old level.
 """
 
 import math
@@ -126,7 +127,7 @@ class UpdateJump(Detector):
             return None
         self._quiet = 0
         over = [step for step, is_high in self._recent if is_high]
-        self._told = self._told or self._young <= RESUME_ROWS
+        self._told = self._told or (self._young <= RESUME_ROWS and self._jumped >= self._young)
         if len(over) < IN_ROWS or self._told:
             return None
         self._told = True

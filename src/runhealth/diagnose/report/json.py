@@ -76,6 +76,7 @@ def finding_json(finding: Finding) -> dict[str, Any]:
         },
         "missing": [missing_json(m) for m in finding.missing],
         "details": clean(dict(finding.details)),
+        "replay": finding.replay.to_json() if finding.replay is not None else None,
     }
 
 

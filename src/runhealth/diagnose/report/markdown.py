@@ -52,6 +52,7 @@ def _finding(finding: Finding, report: Report) -> list[str]:
                 f"  - {label}: {_md(_short(words.claim(evidence), 200))}"
                 for evidence in words.claims(result, against=against, most=2 if not against else 1)
             ]
+    lines += [f"- replayed {_md(_short(line, 240))}" for line in words.replay_lines(finding)]
     step = words.next_step(finding, report)
     if step.command:
         lines.append(f"- next: `{step.command.replace('`', '')}` ({_md(step.note)})")

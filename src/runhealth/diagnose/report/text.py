@@ -74,6 +74,8 @@ def _finding(finding: Finding, report: Report, style: Style, *, full: bool) -> l
                 lines += _row("Against", against, style)
     else:
         lines += _row("Fact", words.facts(finding), style, most=3 if full else 2)
+    for position, line in enumerate(words.replay_lines(finding) if full else ()):
+        lines += _row("" if position else "Replayed", line, style)
     if full and finding.missing:
         asked = "; ".join(f"{safe(m.signal)} (would tell {safe(m.would_tell)})" for m in finding.missing[:3])
         lines += _row("Missing", f"not recorded: {asked}", style, most=2)

@@ -5,6 +5,7 @@ import shlex
 import time
 from dataclasses import dataclass
 
+from runhealth.diagnose import experiments
 from runhealth.diagnose.explain import EXPLANATIONS
 from runhealth.diagnose.findings import (
     UNDETERMINED,
@@ -87,14 +88,25 @@ def why(result: SuspectResult) -> str:
 
 
 def counter_evidence(finding: Finding, most: int = 3) -> list[tuple[SuspectResult, Evidence]]:
-    """The strongest counter-evidence of up to `most` suspects that are out."""
+    """The strongest counter-evidence of up to `most` suspects that are out; what replays say is told beside it."""
     found: list[tuple[float, SuspectResult, Evidence]] = []
     for result in finding.suspects:
-        speaking = claims(result, against=True, most=1)
+        speaking = [e for e in claims(result, against=True, most=3) if not e.claim.startswith(experiments.REPLAYED)]
         if speaking and result.suspect != finding.verdict:
             found.append((speaking[0].weight_nats, result, speaking[0]))
     found.sort(key=lambda item: (item[0], item[1].suspect))
     return [(result, evidence) for _, result, evidence in found[:most]]
+
+
+def replay_lines(finding: Finding) -> list[str]:
+    """What `diagnose replay` showed: the control, how exact it is, and each change."""
+    result = finding.replay
+    if result is None:
+        return []
+    lines = [f"{experiments.outcome(result, result.tried[0])}; {experiments.fidelity(result)}"]
+    lines += [experiments.outcome(result, one) for one in result.tried[1:] if one.change != "as_is"]
+    lines[-1] += f" ({len(result.tried)} replay{'s' if len(result.tried) > 1 else ''}, {result.steps:,} steps in all)"
+    return [readable(safe(line)) for line in lines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

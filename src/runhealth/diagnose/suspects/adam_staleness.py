@@ -8,15 +8,17 @@ models" (RMS spikes precede loss spikes by 1-8 iterations).
 
 from collections.abc import Iterator
 
-from runhealth.diagnose import observe, queries
+from runhealth.diagnose import observe, queries, settings_change
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 
 LEAD_STEPS = 16
 OVER_HABIT = 1.4
 RECENT_FRAMES = 64
 LEAST_RMS = 1.5
+FAR_MORE = 3.0
 FEW_TENSORS = 0.34
 
 
@@ -37,6 +39,9 @@ def investigate(case: Case) -> Iterator[Evidence]:
     # where the loss has not moved, the steps since the alarm count too
     until = last if case.loss_moved else case.horizon_step
     before = observe.move(case, read, limit, first=first, last=until)
+    few = [] if before is not None else [e for e in _tensors(case, last - 1, until) if e.weight_nats > 0]
+    if few:  # far out for these tensors, though others are as far out by habit
+        before = observe.move(case, read, 0.0, first=last - 1, last=until)
     if before is None:
         at_once = observe.move(case, read, limit, first=last + 1, last=last + 1)
         worst = max(observe.values(case.between(first, last + 1), read), key=lambda p: p[1], default=None)
@@ -56,24 +61,37 @@ def investigate(case: Case) -> Iterator[Evidence]:
     when = f", {lead} step{'s' if lead > 1 else ''} before the loss moved" if case.loss_moved else ""
     yield Evidence(
         claim=f"the RMS of g/sqrt(v) reached {before.extreme:.2g} (98 % of steps: {usual:.2g}){when}",
-        weight_nats=3.0 if before.extreme >= 2 * usual and before.count > 1 else 2.0,
+        weight_nats=0.0 if few else 3.0 if before.extreme >= 2 * usual and before.count > 1 else 2.0,
         steps=(before.step, until),
         value=before.extreme,
         baseline=usual,
         query=query(before.step, until),
     )
-    yield from _tensors(case, before.step, case.horizon_step)
-    yield from _state(case, before.step, until)
+    tensors = list(_tensors(case, before.step, case.horizon_step))
+    yield from tensors
+    yield from _state(case, before.step, until, in_few=any(e.weight_nats > 0 for e in tensors))
     yield from observe.lr_on_course(case, before.step - 4, until)
     yield from observe.data_alike(case, before.step - 1, before.step)
     yield from _norm(case, before.step)
+    yield from settings_change.changed_evidence(case, before.step - LEAD_STEPS, until, -3.5)
     jumped = observe.jump(case, observe.single("update_ratio"), 1.4, first=before.step - 2, last=until)
-    if case.has("update_ratio"):
+    if jumped is not None and jumped.value / jumped.extreme > FAR_MORE * before.extreme / habit.center:
+        yield Evidence(
+            claim=f"updates grew by {jumped.value / jumped.extreme:.2g} x, g/sqrt(v) only by "
+            f"{before.extreme / habit.center:.2g} x: it is not what made them large",
+            weight_nats=-3.5,
+            steps=(jumped.step, jumped.step),
+            value=jumped.value,
+            baseline=jumped.extreme,
+            query=queries.steps("max", "update_ratio", attempt, jumped.step, jumped.step),
+        )
+    elif case.has("update_ratio"):
         yield Evidence(
             claim=f"updates grew with it, {jumped.value / jumped.extreme:.1f} x from one step to the next"
             if jumped is not None
             else "updates did not grow with it",
-            weight_nats=1.5 if jumped is not None else -2.0,
+            # it acts through the updates, and through nothing else
+            weight_nats=1.5 if jumped is not None else -3.5,
             steps=(before.step - 2, until),
             value=jumped.value if jumped is not None else None,
             baseline=jumped.extreme if jumped is not None else None,
@@ -99,8 +117,8 @@ def _tensors(case: Case, first: int, last: int) -> Iterator[Evidence]:
     )
 
 
-def _state(case: Case, step: int, last: int) -> Iterator[Evidence]:
-    """A state that was lost or scaled down is smaller than before; a stale one is not."""
+def _state(case: Case, step: int, last: int, *, in_few: bool) -> Iterator[Evidence]:
+    """A state that was lost or scaled down is smaller than before, in all tensors; a stale one is not."""
     usual = case.baseline("second_moment_norm")
     now = observe.values(case.between(step, last), observe.single("second_moment_norm"))
     if not usual.ready or not now or usual.center <= 0:
@@ -110,7 +128,7 @@ def _state(case: Case, step: int, last: int) -> Iterator[Evidence]:
     yield Evidence(
         claim=f"Adam's second moment {'had shrunk' if lost else 'was as large as ever'}: {low:.3g} against "
         f"{usual.center:.3g}",
-        weight_nats=-3.0 if lost else 1.0,
+        weight_nats=(-1.0 if in_few else -3.0) if lost else 1.0,
         steps=(at, at),
         value=low,
         baseline=usual.center,
@@ -155,4 +173,5 @@ SUSPECT = Suspect(
     action="rollback_and_repair",
     remedy="go back, clip updates by their RMS (as AdaFactor does), lower beta2 or the learning rate",
     explains="the gradient outgrew Adam's second moment in some tensors, so updates were far too large",
+    kinds=(*CAUSAL_KINDS, "optimizer_state_lost"),
 )

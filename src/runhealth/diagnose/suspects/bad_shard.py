@@ -7,38 +7,65 @@ update ratio stays near normal. The token statistics, or the shard's hash, tie w
 import math
 from collections.abc import Iterator
 
-from runhealth.diagnose import queries
+from runhealth.diagnose import odd_data, queries
 from runhealth.diagnose.batches import BatchOutlier
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.detectors.data_corrupt import degenerate
 from runhealth.diagnose.findings import Evidence
+from runhealth.diagnose.odd_data import INPUTS
 from runhealth.diagnose.robust import median
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 
 LEAD_STEPS = 2  # an outlier so many steps before the loss still counts as its cause
+HEAVY, GROWN = 2.0, 1.5  # x the usual
 UNITS = {"token_entropy": " bits"}
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    attempt = case.incident.attempt
     # bad data that are told by themselves count from their first batch: the loss may fall on them and rise after
     told = [a.onset_step for a in case.incident.alarms if a.kind == "data_corrupt"]
     loss_step = min([case.loss_step, *told])
     first, last = loss_step - LEAD_STEPS, max(loss_step, case.loss_step if told else loss_step)
+    broken = list(_inputs(case, first - 2, last))
+    yield from broken
     at_onset = case.outliers(case.between(first, last))
+    if not at_onset and not broken:
+        blind = odd_data.signs(case)
+        yield from blind
+        yield from _nothing_there(case, first, last, blind=bool(blind))
+        if blind:
+            yield from _updates(case, loss_step)
+            yield from _grew(case, loss_step, next((e.ranks for e in blind if e.ranks), ()))
+        return
     if not at_onset:
-        yield from _nothing_there(case, first, last)
         return
     shard = _main_shard(at_onset)
     of_shard = [o for o in case.outliers() if o.batch.shard == shard and o.batch.step >= first]
-    ranks = tuple(sorted({o.batch.rank for o in of_shard}))
+    everywhere = {o.batch.rank for o in at_onset}
+    spread = len(everywhere) > 1 and len({o.batch.shard for o in at_onset}) > 1
+    ranks = tuple(sorted({o.batch.rank for o in of_shard} | (everywhere if spread else set())))
     span = (min(o.batch.step for o in of_shard), max(o.batch.step for o in of_shard))
     lead = next(o for o in at_onset if o.batch.shard == shard)
     yield from _statistics(case, lead, shard, span, ranks)
     yield from _hash(case, of_shard, shard, span, ranks)
+    if spread:
+        yield Evidence(
+            claim=f"so are the batches of {len(everywhere)} ranks, out of several shards: all of them went "
+            "through what damaged them",
+            weight_nats=1.0,
+            steps=span,
+            ranks=tuple(sorted(everywhere)),
+        )
     yield from _elsewhere(case)
     if case.loss_step == loss_step and case.loss_moved:
-        yield from _ranks(case, ranks)
+        yield from _ranks(case, tuple(sorted({o.batch.rank for o in at_onset})))
+    yield from _updates(case, loss_step)
+
+
+def _updates(case: Case, loss_step: int) -> Iterator[Evidence]:
+    """Updates that were large before the loss moved are another cause; normal ones have no part in it."""
+    attempt = case.incident.attempt
     ratio = case.baseline("update_ratio")
     if ratio.ready:
         moved = case.first("update_ratio", 2.0 * ratio.center, first=case.onset_step - 8, last=loss_step - 1)
@@ -64,11 +91,51 @@ def investigate(case: Case) -> Iterator[Evidence]:
                 )
 
 
-def _nothing_there(case: Case, first: int, last: int) -> Iterator[Evidence]:
+def _inputs(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    """Inputs that are not finite when they arrive."""
+    bad = [b for b in case.batches(first, last) if float(b.values.get(INPUTS, 0.0)) > 0]
+    if not bad:
+        return
+    batch = bad[0]
+    ranks = tuple(sorted({b.rank for b in bad}))
+    share = float(batch.values[INPUTS])
+    yield Evidence(
+        claim=f"shard {batch.shard or '(unnamed)'}: {share:.2g} of the inputs that rank "
+        f"{', '.join(map(str, ranks))} read at step {batch.step:,} were not finite",
+        weight_nats=3.5,
+        steps=(batch.step, bad[-1].step),
+        ranks=ranks,
+        value=share,
+        baseline=0.0,
+        query=queries.batches("max", INPUTS, batch.attempt, batch.step, batch.rank, batch.micro_batch),
+    )
+    losses = next((f.per_rank("loss") for f in case.between(batch.step, batch.step)), {})
+    alone = losses and all(math.isfinite(v) == (rank not in ranks) for rank, v in losses.items())
+    if alone and len(losses) > len(ranks):
+        yield Evidence(
+            claim="the loss turned non-finite on the ranks that read them, and on no other",
+            weight_nats=2.0,
+            steps=(batch.step, batch.step),
+            ranks=ranks,
+        )
+
+
+def _one_rank_not_finite(case: Case) -> int | None:
+    """The one rank whose loss turned non-finite first, where nothing tells whether its inputs were finite."""
+    for frame in case.between(case.onset_step - LEAD_STEPS, case.loss_step + LEAD_STEPS):
+        losses = frame.per_rank("loss")
+        bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
+        if bad:
+            known = any(b.rank == bad[0] and INPUTS in b.values for b in frame.batches)
+            return bad[0] if len(bad) == 1 < len(losses) and not known else None
+    return None
+
+
+def _nothing_there(case: Case, first: int, last: int, *, blind: bool) -> Iterator[Evidence]:
     batches = case.batches(first, last)
     told = [b for b in batches if b.values or (b.shard_hash is not None and b.manifest_hash is not None)]
     later = [o for o in case.outliers() if o.batch.step > last]
-    if later:
+    if later and not blind:
         step = later[0].batch.step
         yield Evidence(
             claim=f"unusual batches only came at step {step:,}, after the loss had moved",
@@ -76,10 +143,19 @@ def _nothing_there(case: Case, first: int, last: int) -> Iterator[Evidence]:
             steps=(step, step),
             ranks=(later[0].batch.rank,),
         )
+        return
+    rank = _one_rank_not_finite(case)
+    if rank is not None:
+        yield Evidence(
+            claim=f"the loss of rank {rank} alone was not finite; whether what it read was is not recorded",
+            weight_nats=1.5,
+            steps=(case.onset_step, case.loss_step),
+            ranks=(rank,),
+        )
     elif told:
         yield Evidence(
-            claim=f"the {len(told)} batches read at the onset look like all others",
-            weight_nats=VETO_NATS,
+            claim=f"the {len(told)} batches read at the onset look like all others" + (" one by one" if blind else ""),
+            weight_nats=-0.5 if blind else VETO_NATS,
             steps=(first, last),
         )
 
@@ -136,16 +212,52 @@ def _hash(
             query=queries.hash_mismatches(attempt, first, last),
         )
     elif case.has("shard_hash"):
-        broken = any(degenerate(o) for o in of_shard)
+        labels = any(d.signal == "label_mismatch_share" for o in of_shard for d in o.deviations)
+        broken = labels or any(degenerate(o) for o in of_shard) or _is_heavy(case, ranks)
         yield Evidence(
             claim=f"the bytes of shard {shard} are those of the data manifest: "
-            + ("damaged before it was written" if broken else "merely unusual, unless damaged before it was written"),
+            + (
+                "damaged before it was written, or after it was read"
+                if broken
+                else "merely unusual, unless damaged before it was written"
+            ),
             weight_nats=-0.5 if broken else -2.5,
             steps=span,
             ranks=ranks,
             value=0.0,
             baseline=0.0,
             query=queries.hash_mismatches(attempt, *span),
+        )
+
+
+def _is_heavy(case: Case, ranks: tuple[int, ...]) -> bool:
+    """The loss of a rank that read it at least doubled: no honest data are that hard."""
+    usual = case.rank_baseline("loss")
+    return any(
+        loss >= HEAVY * usual
+        for f in case.between(case.onset_step - LEAD_STEPS, case.loss_step + LEAD_STEPS)
+        for rank, loss in f.per_rank("loss").items()
+        if rank in ranks and usual > 0
+    )
+
+
+def _grew(case: Case, step: int, ranks: tuple[int, ...]) -> Iterator[Evidence]:
+    """The gradient of who reads bad data grows with its loss."""
+    frame = next(iter(case.between(step, step)), None)
+    usual = case.rank_baseline("grad_norm_rank")
+    if frame is None or not usual > 0:
+        return
+    own = {r: float(v) for r, v in frame.per_rank("grad_norm_rank").items() if not ranks or r in ranks}
+    if own and min(own.values()) > GROWN * usual:
+        yield Evidence(
+            claim="and the gradient norm before the reduce rose with it, to "
+            f"{max(own.values()):.3g} (normal {usual:.3g})",
+            weight_nats=1.0,
+            steps=(frame.step, frame.step),
+            ranks=ranks,
+            value=max(own.values()),
+            baseline=usual,
+            query=queries.steps("max", "grad_norm_rank", frame.attempt, frame.step, frame.step, ranks),
         )
 
 
@@ -217,11 +329,12 @@ SUSPECT = Suspect(
     name="bad_shard",
     title="bad shard",
     needs=Needs(
-        any=("token_entropy", "token_unique_share", "token_repeat_share", "label_mismatch_share", "shard_hash"),
-        optional=("shard", "grad_norm_rank", "update_ratio"),
+        any=("token_entropy", "token_unique_share", "token_repeat_share", "label_mismatch_share", "shard_hash", INPUTS),
+        optional=("shard", "grad_norm_rank", "update_ratio", "nonfinite_share"),
     ),
     investigate=investigate,
     action="rollback_and_skip",
     remedy="go back to before the bad samples and skip them",
     explains="damaged or degenerate training data reached the ranks that read one shard",
+    kinds=(*CAUSAL_KINDS, "rank_outlier"),
 )

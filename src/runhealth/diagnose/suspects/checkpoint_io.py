@@ -14,6 +14,7 @@ from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
 EXPLAINS = 0.4
 LEAST_FRAMES = 3
+FEW_SAVED = 0.5  # of the slow steps: what one of them spent on a save says nothing of the others
 TOLD = ("checkpoint_slow", "checkpoint_corrupt")
 LOADED = ("loss_spike", "loss_divergence", "non_finite", "gradient_spike", "resume_jump")
 AT_ONCE_STEPS = 2
@@ -33,7 +34,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
     saving = phases.extra(case, phases.SAVE)
     slow = phases.slow_frames(case)
     saved = [f.step for f in slow if (phases.longest(f, phases.SAVE) or 0.0) > 0]
-    if saving is None:
+    if saving is None or len(saved) < FEW_SAVED * len(slow):
         # logged with the saves only: then the steps that saved are those that have it
         if not told and case.has("t_checkpoint_s") and len(slow) >= LEAST_FRAMES:
             share = len(saved) / len(slow)

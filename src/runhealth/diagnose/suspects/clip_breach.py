@@ -8,7 +8,7 @@ nothing upstream explains the gradients: no unusual batch, no jump of the update
 import math
 from collections.abc import Iterator
 
-from runhealth.diagnose import observe, queries
+from runhealth.diagnose import observe, queries, rank_directions, settings_change
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.robust import Baseline, median
@@ -18,6 +18,7 @@ LEAD_STEPS = 32
 OVER_THRESHOLD = 5.0
 OVER_HABIT = 3.0
 FAR_OVER = 10.0  # from here on the breach is the news, whatever made it
+GROWN = 1.5  # x its usual norm: what breaks a threshold by far is larger than that on each rank
 AFTER_STEPS = 4  # where the loss does not move
 
 
@@ -76,6 +77,18 @@ def _alike(case: Case, first: int, last: int) -> Iterator[Evidence]:
             continue
         top = max(norms, key=lambda r: norms[r])
         rest = median(sorted(v for r, v in norms.items() if r != top))
+        usual = case.rank_baseline("grad_norm_rank")
+        if math.isfinite(usual) and norms[top] < GROWN * usual:
+            yield Evidence(
+                claim=f"no rank's own gradient had grown before the reduce: {norms[top]:.3g} at most, as ever "
+                f"({usual:.3g})",
+                weight_nats=-3.5,
+                steps=(frame.step, frame.step),
+                value=norms[top],
+                baseline=usual,
+                query=queries.steps("max", "grad_norm_rank", frame.attempt, frame.step, frame.step),
+            )
+            return
         alone = norms[top] > 2.5 * rest
         yield Evidence(
             claim=f"rank {top} alone carries the norm: {norms[top]:.3g} against {rest:.3g}"
@@ -93,6 +106,18 @@ def _alike(case: Case, first: int, last: int) -> Iterator[Evidence]:
 
 def _reduced(case: Case, first: int, last: int) -> Iterator[Evidence]:
     """Gradients that grew on their way through the reduce are no breach of the model's own."""
+    test = rank_directions.reduced(case, first, last)
+    if test is not None:
+        yield Evidence(
+            claim=f"the ranks' gradients project on what came out of the reduce with a mean of {test.mean:.3g}: "
+            + ("it is not their mean" if test.is_off else "it is their mean, so they were as large before"),
+            weight_nats=-3.5 if test.is_off else 1.5,
+            steps=(test.step, test.step),
+            value=test.mean,
+            baseline=1.0,
+            query=queries.steps("avg", rank_directions.PROJECTION, case.incident.attempt, test.step, test.step),
+        )
+        return
     for frame in case.between(first, last):
         ratio = observe.reduce_ratio(frame)
         over = observe.norm_over_threshold(frame)
@@ -134,6 +159,7 @@ def _upstream(case: Case, first: int, last: int) -> Iterator[Evidence]:
                 baseline=ratio.center,
                 query=queries.steps("max", "update_ratio", attempt, moved[0], moved[0]),
             )
+    yield from settings_change.changed_evidence(case, first - 8, last, -2.0)
     overflow = [f.step for f in case.between(first - 8, last) if (f.total("overflow_count") or 0) >= 16]
     quiet = [f for f in case.before if (f.total("overflow_count") or 0) < 16]
     if overflow and len(quiet) > 0.95 * len(case.before):
@@ -155,7 +181,7 @@ SUSPECT = Suspect(
     title="gradient norm past the clip threshold",
     needs=Needs(
         all=("grad_norm", "clip_threshold"),
-        optional=("grad_norm_rank", "clip_coef", "update_ratio", "token_entropy"),
+        optional=("grad_norm_rank", "grad_projection_rank", "clip_coef", "update_ratio", "token_entropy"),
     ),
     investigate=investigate,
     action="rollback_and_repair",

@@ -44,13 +44,14 @@ def investigate(case: Case) -> Iterator[Evidence]:
     else:
         share = slowest.share
     fixed = share >= FIXED
+    moves = not fixed and length >= BY_LENGTH
     stage = _stage(frames, slowest.rank)
     ranks = stage or (tuple(sorted(told)) if slowest.rank in told else (slowest.rank,))
     yield Evidence(
         claim=f"rank {slowest.rank} computed {slowest.excess:.0%} longer than the others, and longest of all in "
         f"{slowest.share:.0%} of the slow steps"
         + (f"; with {', '.join(map(str, sorted(told)))} in {share:.0%}" if len(told) > 1 else ""),
-        weight_nats=3.5 if fixed and slowest.excess > 2 * LEAST_EXCESS else 2.0 if fixed else -2.5,
+        weight_nats=3.5 if fixed and slowest.excess > 2 * LEAST_EXCESS else 2.0 if fixed else 0.0 if moves else -2.5,
         steps=span,
         ranks=ranks if fixed else (),
         value=slowest.seconds,
@@ -64,39 +65,43 @@ def investigate(case: Case) -> Iterator[Evidence]:
             steps=span,
             ranks=stage,
         )
-    if length >= BY_LENGTH and not fixed:
+    if moves:
         yield Evidence(
             claim=f"the slowest rank is the one with the longest sequences in {length:.0%} of the steps",
             weight_nats=3.5,
             steps=span,
             value=length,
         )
-    yield from _waits(frames, slowest.rank, span, attempt)
+    yield from _waits(frames, None if moves else slowest.rank, span, attempt)
     yield from _others(case, slowest.seconds - slowest.others_s)
     yield from _waited_for_data(case, slowest.seconds - slowest.others_s)
 
 
-def _waits(frames: Sequence[Frame], rank: int, span: tuple[int, int], attempt: int) -> Iterator[Evidence]:
+def _waits(frames: Sequence[Frame], rank: int | None, span: tuple[int, int], attempt: int) -> Iterator[Evidence]:
+    """Whoever holds the others up waits least. `rank` None: whichever computes longest in each step."""
     mine, rest, least = [], [], 0
     for frame in frames:
         waits = {r: s for r, v in frame.ranks.items() if (s := phases.spent(v, phases.WAIT)) is not None}
-        if rank in waits and len(waits) > 1:
-            mine.append(waits[rank])
-            rest.append(median([s for r, s in waits.items() if r != rank]))
-            least += waits[rank] <= rest[-1]
+        longest = phases.compute_excess(frame)
+        who = rank if rank is not None else longest[0] if longest is not None else -1
+        if who in waits and len(waits) > 1:
+            mine.append(waits[who])
+            rest.append(median([s for r, s in waits.items() if r != who]))
+            least += waits[who] <= rest[-1]
     if not mine:
         return
     share = least / len(mine)
+    name = f"rank {rank}" if rank is not None else "the rank that computed longest"
     yield Evidence(
-        claim=f"rank {rank} waited less than the others in {share:.0%} of these steps: they wait for it"
+        claim=f"{name} waited less than the others in {share:.0%} of these steps: they wait for it"
         if share >= FIXED
-        else f"rank {rank} did not wait less: the others do not wait for it",
+        else f"{name} did not wait less: the others do not wait for it",
         weight_nats=1.5 if share >= FIXED else -1.5,
         steps=span,
-        ranks=(rank,) if share >= FIXED else (),
+        ranks=(rank,) if share >= FIXED and rank is not None else (),
         value=median(mine),
         baseline=median(rest),
-        query=queries.phases("median", phases.WAIT, attempt, *span, (rank,)),
+        query="" if rank is None else queries.phases("median", phases.WAIT, attempt, *span, (rank,)),
     )
 
 

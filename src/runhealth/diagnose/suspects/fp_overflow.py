@@ -7,7 +7,7 @@ context gate: where no overflow count, amax or loss scale is recorded, nothing c
 import math
 from collections.abc import Iterator
 
-from runhealth.diagnose import queries
+from runhealth.diagnose import odd_data, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Alarm, Evidence
 from runhealth.diagnose.robust import Baseline
@@ -20,10 +20,13 @@ AMAX_FACTOR = 1.3
 AMAX_LEAST = 1.5
 LEAST_SHARE = 0.05
 MOST_TENSORS = 4
+AFTER_STEPS = 4  # where the loss does not move
+ONE_RANK = 0.25  # of its count: what the others may have in sum
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    first, last = case.loss_step - LEAD_STEPS, case.loss_step
+    first = case.loss_step - LEAD_STEPS
+    last = case.loss_step if case.loss_moved else min(case.horizon_step, case.loss_step + AFTER_STEPS)
     tensors = _tensors(case, first, last)
     found = (
         list(_counts(case, first, last, list(tensors)))
@@ -33,6 +36,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
     yield from found
     if any(e.weight_nats > 0 for e in found):
         yield from _named(case, first, last, tensors)
+        yield from _upstream(case, first, last)
         if not tensors and _caught(case, first):
             yield Evidence(
                 claim="the scaler met the overflow by skipping steps, and no tensor of the forward pass is named",
@@ -40,7 +44,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
                 steps=(first, last),
             )
         read = case.batches(first, last)
-        if any(b.values for b in read) and not case.outliers(case.between(first, last)):
+        if any(b.values for b in read) and not case.outliers(case.between(first, last)) and not odd_data.signs(case):
             yield Evidence(
                 claim=f"the {len(read)} batches read up to then look like all others",
                 weight_nats=0.7,
@@ -53,6 +57,55 @@ def investigate(case: Case) -> Iterator[Evidence]:
             weight_nats=VETO_NATS,
             steps=(first, last),
         )
+
+
+def _upstream(case: Case, first: int, last: int) -> Iterator[Evidence]:
+    """Whatever makes activations or gradients jump overflows a scale that was chosen for the ones before."""
+    over = next((f for f in case.between(first, last) if (f.total("overflow_count") or 0) >= _limit(case)), None)
+    step = over.step if over is not None else last
+    ratio = case.baseline("update_ratio")
+    moved = case.first("update_ratio", 2.0 * ratio.center, first=step - 4, last=step - 1) if ratio.ready else None
+    if moved is not None:
+        yield Evidence(
+            claim=f"updates were {moved[1] / ratio.center:.2g} x normal before it: that is what made values outgrow "
+            "their scale",
+            weight_nats=-3.5,
+            steps=(moved[0], moved[0]),
+            value=moved[1],
+            baseline=ratio.center,
+            query=queries.steps("max", "update_ratio", case.incident.attempt, moved[0], moved[0]),
+        )
+    strange = case.outliers(case.between(step - 1, step))
+    if strange:
+        batch = strange[0].batch
+        yield Evidence(
+            claim=f"an unusual batch was read at step {batch.step:,}, in which values overflowed",
+            weight_nats=-3.5,
+            steps=(batch.step, batch.step),
+            ranks=(batch.rank,),
+        )
+    else:
+        yield from odd_data.against(case, -3.0)
+    if over is None:
+        return
+    counts = {r: float(v) for r, v in over.per_rank("overflow_count").items()}
+    most = max(counts, key=lambda r: (counts[r], -r), default=-1)
+    others = sum(counts.values()) - counts.get(most, 0.0)
+    if len(counts) > 2 and others < ONE_RANK * counts[most]:
+        yield Evidence(
+            claim=f"{counts[most]:,.0f} of the {counts[most] + others:,.0f} elements are rank {most}'s: all ranks "
+            "share the scales, so it is what this one computed",
+            weight_nats=-2.5,
+            steps=(over.step, over.step),
+            ranks=(most,),
+            value=counts[most],
+            baseline=others,
+            query=queries.steps("max", "overflow_count", over.attempt, over.step, over.step, (most,)),
+        )
+
+
+def _limit(case: Case) -> float:
+    return max(LEAST_ELEMENTS, COUNT_FACTOR * _count_habit(case))
 
 
 def _caught(case: Case, first: int) -> bool:

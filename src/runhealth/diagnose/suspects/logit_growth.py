@@ -17,6 +17,7 @@ OLD_FRAMES = 32
 CLIMB = 1.7
 FLAT = 1.3
 RECENT_STEPS = 4
+FASTER = 1.4  # x its climb before
 FAR, NEAR = 80, 48  # steps before, between which the level before the climb is taken
 
 
@@ -40,19 +41,22 @@ def investigate(case: Case) -> Iterator[Evidence]:
         )
         return
     weight = 3.5 if climb >= 2.5 else 2.5 if climb >= CLIMB else 0.5
+    before = _climb_before(case, signal, old)
+    usual = "" if told or climb > FASTER * before else f", as it always does ({before:.2g} x in as many steps before)"
     yield Evidence(
-        claim=f"the largest {name} had climbed from {old:.3g} to {recent:.3g} before the loss moved",
-        weight_nats=3.5 if told else weight,
+        claim=f"the largest {name} had climbed from {old:.3g} to {recent:.3g} before the loss moved{usual}",
+        weight_nats=3.5 if told else 0.5 if usual else weight,
         steps=span,
         value=recent,
         baseline=old,
         query=queries.steps("max", signal, attempt, step - RECENT_STEPS, step),
     )
-    if climb < CLIMB and not told:
+    if (climb < CLIMB or usual) and not told:
         return
     yield from _layers(case, span)
     yield from observe.data_alike(case, case.loss_step - 2, case.loss_step)
-    yield from observe.lr_on_course(case, case.loss_step - observe.LEAD_STEPS, case.loss_step)
+    seen = case.loss_step if case.loss_moved else max(case.loss_step, case.incident.last_alarm_step)
+    yield from observe.lr_on_course(case, case.loss_step - observe.LEAD_STEPS, seen)
     moved = observe.jump(case, observe.single("update_ratio"), 1.7, first=span[0], last=case.cause_until)
     if moved is not None:
         yield Evidence(
@@ -78,6 +82,19 @@ def _look(case: Case, signal: str) -> tuple[str, float, float, int] | None:
     if len(old) < 8 or not recent or median(old) <= 0:
         return None
     return signal, median(old), max(v for _, v in recent), recent[-1][0]
+
+
+def _climb_before(case: Case, signal: str, level: float) -> float:
+    """By how much it had climbed to that level, in as many steps; 1 where too little is known. Logits grow in every run
+    while it learns."""
+    last = case.cause_until - FAR
+    older = [
+        v
+        for _, v in observe.values(
+            (f for f in case.frames if last - FAR <= f.step < last - NEAR), observe.largest(signal)
+        )
+    ]
+    return level / median(older) if len(older) >= 8 and median(older) > 0 else 1.0
 
 
 def _layers(case: Case, span: tuple[int, int]) -> Iterator[Evidence]:

@@ -7,6 +7,7 @@ far from its habit all at once: the scaler was reset or set wrongly, and steps a
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
@@ -92,6 +93,9 @@ def investigate(case: Case) -> Iterator[Evidence]:
         )
         return
     yield from _first(case, told[0].onset_step if told else case.loss_step)
+    one = observe.alone_again(case.between(case.onset_step, case.horizon_step), case.onset_step)
+    if one is not None:
+        yield replace(one, weight_nats=-3.5)
     yield from observe.data_alike(case, first, min(last, case.loss_step), 0.5)
 
 

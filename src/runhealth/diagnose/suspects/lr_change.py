@@ -1,24 +1,29 @@
 """A learning rate that is off its schedule.
 
-The learning rate jumps off its course, the update ratio moves in the same step by the same factor, on all ranks, and
-the loss follows.
+The learning rate jumps or climbs off its course, the update ratio moves in the same step by the same factor, on all
+ranks, and the loss follows. A rate that falls off its course raises no loss; it is the cause of updates that fall.
 """
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
 from runhealth.diagnose.findings import Evidence
+from runhealth.diagnose.robust import median
 from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 
-FACTOR = 1.4
+CLIMB, COURSE_ROWS = 2.0, 32
+FALLING = ("update_jump", "lr_discontinuity", "not_learning")  # what a rate that is too low shows in
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
-    first, last = observe.lead_from(case), case.loss_step
+    first = observe.lead_from(case)
+    last = case.loss_step if case.loss_moved else max(case.loss_step, case.incident.last_alarm_step)
     attempt = case.incident.attempt
-    jump = _jump(case, first, last)
+    jump = observe.lr_jump(case, first, last) or _climb(case, first, last)
     if jump is None:
         values = [float(v) for f in case.between(first, last) if (v := f.get("lr")) is not None]
         if values:
@@ -33,10 +38,11 @@ def investigate(case: Case) -> Iterator[Evidence]:
     step, lr, expected = jump
     factor = lr / expected if expected > 0 else math.inf
     up = factor > 1
+    falls = bool({a.kind for a in case.incident.alarms}.intersection(FALLING))
     yield Evidence(
         claim=f"the learning rate went to {lr:.3g} at step {step:,} where its course led to {expected:.3g} "
         f"({factor:.2g} x)",
-        weight_nats=3.5 if up and factor > 2 else 2.0 if up else -1.5,
+        weight_nats=(3.5 if factor > 2 else 2.0) if up else (2.5 if factor < 0.5 else 1.5) if falls else -1.5,
         steps=(step, step),
         value=lr,
         baseline=expected,
@@ -47,8 +53,8 @@ def investigate(case: Case) -> Iterator[Evidence]:
         until = max(step + 1, min(last, step + 2))
         moves = [(f.step, float(v)) for f in case.between(step, until) if (v := f.get("update_ratio")) is not None]
         if moves:
-            at, ratio_then = max(moves, key=lambda p: p[1])
-            followed = ratio_then > 1.5 * ratio.center
+            at, ratio_then = (max if up else min)(moves, key=lambda p: p[1])
+            followed = ratio_then > 1.5 * ratio.center if up else ratio_then < ratio.center / 1.5
             yield Evidence(
                 claim=f"the update ratio {'moved with it' if followed else 'did not follow'}: "
                 f"{ratio_then / ratio.center:.2g} x normal",
@@ -62,19 +68,19 @@ def investigate(case: Case) -> Iterator[Evidence]:
         yield Evidence(claim="the loss had moved before", weight_nats=-3.0, steps=(last, last))
 
 
-def _jump(case: Case, first: int, last: int) -> tuple[int, float, float] | None:
-    """The first step where the learning rate leaves the straight line through the eight points before it."""
-    points: list[tuple[int, float]] = []
-    for frame in case.frames:
-        value = frame.get("lr")
-        if value is None or not math.isfinite(value) or frame.step > last + 1:
-            continue
-        if len(points) >= 4 and frame.step >= first:
-            (s0, v0), (s1, v1) = points[-min(8, len(points))], points[-1]
-            expected = v1 + ((v1 - v0) / (s1 - s0) * (frame.step - s1) if s1 > s0 else 0.0)
-            if expected > 0 and not 1 / FACTOR < value / expected < FACTOR:
-                return frame.step, float(value), expected
-        points.append((frame.step, float(value)))
+def _climb(case: Case, first: int, last: int) -> tuple[int, float, float] | None:
+    """A rate that went without a jump to over twice what the course before led to, or to under half of it. The course
+    goes on with the median slope, which one earlier jump does not tilt."""
+    old = observe.values((f for f in case.frames if f.step < first), observe.single("lr"))[-COURSE_ROWS:]
+    if len(old) < COURSE_ROWS // 2:
+        return None
+    slopes = [(v1 - v0) / (s1 - s0) for (s0, v0), (s1, v1) in pairwise(old) if s1 > s0]
+    slope = median(sorted(slopes)) if slopes else 0.0
+    s1, v1 = old[-1]
+    for step, value in observe.values(case.between(first, last), observe.single("lr")):
+        expected = max(v1 + slope * (step - s1), 0.0)
+        if expected > 0.25 * v1 and not 1 / CLIMB < value / expected < CLIMB:
+            return step, value, expected
     return None
 
 
@@ -87,4 +93,5 @@ SUSPECT = Suspect(
     remedy="restore the learning-rate schedule and go back to before the change",
     explains="the learning rate left its schedule",
     repairs=("restore_lr_schedule",),
+    kinds=(*CAUSAL_KINDS, "lr_discontinuity", "logit_growth"),
 )

@@ -14,6 +14,7 @@ from runhealth.diagnose.suspect import VETO_NATS, Needs, Suspect
 
 AT_ONCE_STEPS = 3
 SOON_STEPS = 16
+LEAST_HEALTHY, USUAL_Z = 2, 3.0
 
 
 def investigate(case: Case) -> Iterator[Evidence]:
@@ -27,11 +28,18 @@ def investigate(case: Case) -> Iterator[Evidence]:
         )
         return
     after = step - resumed
+    healthy = _healthy(case, resumed, step)
     yield Evidence(
         claim=f"it began {after} steps after the resume at step {resumed:,}",
         weight_nats=2.0 if after <= AT_ONCE_STEPS else -1.0,
         steps=(resumed, step),
     )
+    if healthy:
+        yield Evidence(
+            claim=f"the {healthy} losses between were as ever: what is loaded wrongly shows at once",
+            weight_nats=-2.0,
+            steps=(resumed, step - 1),
+        )
     yield from observe.lr_on_course(case, resumed, step)
     yield from observe.data_alike(case, resumed, step)
     ratio = case.baseline("update_ratio")
@@ -63,6 +71,14 @@ def investigate(case: Case) -> Iterator[Evidence]:
             baseline=last,
             query=queries.steps("max", "weight_norm", attempt, at, at),
         )
+
+
+def _healthy(case: Case, resumed: int, step: int) -> int:
+    """How many losses after the resume and before the trouble lay at the habit; 0 if one did not."""
+    habit = case.baseline("loss")
+    losses = [f.loss for f in case.between(resumed, step - 1)]
+    near = [loss for loss in losses if loss is not None and habit.ready and abs(habit.z(loss)) < USUAL_Z]
+    return len(near) if len(near) == len(losses) >= LEAST_HEALTHY else 0
 
 
 SUSPECT = Suspect(

@@ -7,6 +7,7 @@ class CheckpointSlow(Fault):
     """From `step` on each checkpoint takes `severity` seconds longer."""
 
     name = "checkpoint_slow"
+    transient = True
 
     def __init__(self, context: FaultContext, *, step: int = 200, severity: float = 20.0) -> None:
         super().__init__(context)

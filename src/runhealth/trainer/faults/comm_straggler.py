@@ -9,6 +9,7 @@ class CommStraggler(Fault):
     longer: both ends of one link."""
 
     name = "comm_straggler"
+    transient = True
 
     def __init__(
         self, context: FaultContext, *, step: int = 200, steps: int = 0, rank: int = 0, severity: float = 0.2

@@ -18,6 +18,7 @@ class ComputeStraggler(Fault):
     """
 
     name = "compute_straggler"
+    transient = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ class DataloaderStall(Fault):
     data, on `rank` or, with -1, on all ranks."""
 
     name = "dataloader_stall"
+    transient = True
 
     def __init__(
         self,

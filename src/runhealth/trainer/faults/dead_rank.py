@@ -8,6 +8,7 @@ class DeadRank(Fault):
     """`rank` is killed before `step`."""
 
     name = "dead_rank"
+    transient = True
 
     def __init__(self, context: FaultContext, *, step: int = 200, rank: int = 1) -> None:
         super().__init__(context)

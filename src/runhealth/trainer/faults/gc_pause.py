@@ -10,6 +10,7 @@ class GcPause(Fault):
     that grow by 1 % a step."""
 
     name = "gc_pause"
+    transient = True
 
     def __init__(self, context: FaultContext, *, step: int = 200, every: int = 16, severity: float = 2.0) -> None:
         super().__init__(context)

@@ -8,6 +8,7 @@ class Hang(Fault):
     """`rank` is stuck before `step`, alive but for ever."""
 
     name = "hang"
+    transient = True
 
     def __init__(self, context: FaultContext, *, step: int = 200, rank: int = 1) -> None:
         super().__init__(context)

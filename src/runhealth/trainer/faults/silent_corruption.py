@@ -23,6 +23,7 @@ class SilentCorruption(Fault):
     """
 
     name = "silent_corruption"
+    transient = True
     splits = True
 
     def __init__(
@@ -84,15 +85,22 @@ class SilentCorruption(Fault):
             bits[places] ^= 1 << _EXPONENT_BIT
         return wrong
 
+    def reduced(self, step: int, bucket: int, buffer: "Tensor") -> None:
+        if self.mode == "reduce" and self._active(step):
+            self._disturb([buffer], step, bucket)
+
     def after_backward(self, step: int, model: "nn.Module") -> None:
-        if self.mode != "reduce" or not self._active(step):
+        if self.mode != "reduce" or not self._active(step) or self.context.replicated:
             return
+        self._disturb([parameter.grad for parameter in model.parameters() if parameter.grad is not None], step, 0)
+
+    def _disturb(self, gradients: "list[Tensor]", step: int, bucket: int) -> None:
+        """The same noise on all ranks, so that replicas stay equal."""
         import torch
 
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])))
         deviation = self.severity * norm / sum(g.numel() for g in gradients) ** 0.5
-        generator = torch.Generator().manual_seed(1_000_003 * self.context.config.seed + step)
+        generator = torch.Generator().manual_seed(1_000_003 * self.context.config.seed + step + 97_003 * bucket)
         for gradient in gradients:
             gradient.add_(torch.randn(gradient.shape, generator=generator), alpha=deviation)
 

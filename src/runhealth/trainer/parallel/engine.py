@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from runhealth.trainer import activation, mesh
+from runhealth.trainer import activation, experts, mesh
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.layout import layers_of, place, stages_of
 from runhealth.trainer.model import VOCABULARY, Transformer, build, next_byte_loss
@@ -55,6 +55,7 @@ class Engine:
         self._scales = [scale for _, scale in fp8.scales(self.part)]
         for scale in self._scales:
             scale.deferred = self.parallel.microbatches > 1 or self.parallel.recompute != "none"
+        self._mixtures = dict(experts.of(self.part))
         self.pipeline: Pipeline | None = None
         self.has_loss = self.place.pp == self.parallel.pp - 1
 
@@ -120,6 +121,8 @@ class Engine:
                     logits = self._wrapped[0](x)
                     loss = next_byte_loss(logits, y)
                 watcher.forward_done(loss, logits)
+                for mixture in self._mixtures.values():
+                    loss = loss + experts.BALANCE * mixture.take_balance()
                 scaled = watcher.scaled(loss)
                 with watcher.phase("backward"):
                     (scaled / parts if parts > 1 else scaled).backward()  # type: ignore[no-untyped-call]
@@ -131,6 +134,10 @@ class Engine:
             tensor.reduce_partial(self.part)
         for scale in self._scales:
             scale.commit()
+
+    def router_loads(self) -> dict[str, Tensor]:
+        """The largest share of this rank's tokens that one expert got in the step, by layer; empty without experts."""
+        return {name: mixture.take_load().max() for name, mixture in self._mixtures.items()}
 
     def norm(self) -> Tensor:
         """The true global gradient norm, one plain number; collective."""
@@ -167,6 +174,7 @@ class Engine:
             buffer.copy_(before[name])
         for scale in self._scales:
             scale.pending = 0.0
+        self.router_loads()
         for parameter in self.part.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
