@@ -103,32 +103,34 @@ def _heal(args: argparse.Namespace) -> int:
         and (not plan.kind or known["truth"]["cause"] == "benign" or known["spike"] is not None)
     ][: args.limit]
     os.environ["OMP_NUM_THREADS"] = "1"
-    by_base: dict[tuple[int, str], list[RunPlan]] = {}
+    by_base: dict[tuple[int, str], list[tuple[RunPlan, bool]]] = {}
     for plan in plans:
-        by_base.setdefault((plan.scene.seed, plan.scene.precision), []).append(plan)
+        is_fault = bool(plan.kind) and stored[plan.name]["truth"]["cause"] != "benign"
+        by_base.setdefault((plan.scene.seed, plan.scene.precision), []).append((plan, is_fault))
     found = _in_pool(args.jobs, "base", _heal_base, [(args.cache, group) for group in by_base.values()])
     healed = [result for part in found for result in part]
-    from bench.faults import heal
+    from bench.faults import heal_score
 
     if args.limit is None:
         results.write_healed(args.split, healed)
     else:
         print("\n".join(json.dumps(result) for result in healed))
-    print(json.dumps(heal.summary(healed), indent=1))
+    print(json.dumps(heal_score.summary(healed), indent=1))
     return 0
 
 
-def _heal_base(cache: Path, plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
-    """All runs of one base."""
+def _heal_base(cache: Path, plans: Sequence[tuple[RunPlan, bool]]) -> list[dict[str, Any]]:
+    """All runs of one base, each with whether it has a fault. Healthy ones are only watched for needless rollbacks."""
     from bench.faults import corpus, heal, make
+    from bench.faults.heal_score import POLICIES
 
     make.single_threaded()
     loaded = corpus.load(cache)
-    checkpoints = heal.states_of(corpus=loaded, plan=plans[0])
+    checkpoints = heal.states_of(loaded, plans[0][0])
     return [
-        heal.heal(cache, loaded, plan, policy, checkpoints)
-        for plan in plans
-        for policy in (heal.POLICIES if plan.kind else ("auto", "asked"))
+        heal.heal(cache, loaded, plan, policy, checkpoints, spiky=is_fault)
+        for plan, is_fault in plans
+        for policy in (POLICIES if is_fault else POLICIES[1:])
     ]
 
 

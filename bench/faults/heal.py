@@ -6,7 +6,7 @@ it was a machine's passing trouble; else it comes again at its step.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,8 @@ from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.records import EventKind, StepRecord
 from runhealth.trainer.skips import SkipSet
 
-BACK_NATS = 0.03
 EARLIEST_STEP = 100  # checkpoints from here on are kept
 LAST_EVALS = 3
-POLICIES = ("nothing", "auto", "asked")  # asked: a person applies what the guard leaves to a person
 Result = dict[str, Any]
 
 
@@ -128,7 +126,9 @@ class _Attended(make.Fork):
             del self.kept[later]
 
 
-def heal(cache: Path, corpus: Corpus, plan: RunPlan, policy: str, checkpoints: dict[int, dict[str, Any]]) -> Result:
+def heal(
+    cache: Path, corpus: Corpus, plan: RunPlan, policy: str, checkpoints: dict[int, dict[str, Any]], *, spiky: bool
+) -> Result:
     made = _Attended(cache, corpus, plan, policy, checkpoints)
     made.run()
     twin = _evaluations(store.records(cache, plan.scene.twin))
@@ -138,6 +138,7 @@ def heal(cache: Path, corpus: Corpus, plan: RunPlan, policy: str, checkpoints: d
     return {
         "name": plan.name,
         "kind": plan.kind,
+        "spiky": spiky,
         "policy": policy,
         "gap_nats": None if gap is None or gap != gap else round(gap, 4),
         "rollbacks": [
@@ -155,27 +156,3 @@ def _evaluations(records: Iterable[Any]) -> dict[int, float]:
     return {
         r.step: float(r.values["eval_loss"]) for r in records if isinstance(r, StepRecord) and "eval_loss" in r.values
     }
-
-
-def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """By policy: runs, how many are back, what it cost. A run whose loss is not finite at the end is not back."""
-    found: dict[str, Any] = {}
-    for policy in POLICIES:
-        mine = [r for r in results if r["policy"] == policy and r["kind"]]
-        if not mine:
-            continue
-        rolled = [r for r in mine if r["rollbacks"]]
-        back = [r for r in mine if r["gap_nats"] is not None and abs(r["gap_nats"]) <= BACK_NATS]
-        found[policy] = {
-            "runs": len(mine),
-            "rolled_back": len(rolled),
-            "back": round(len(back) / len(mine), 4),
-            "back_of_rolled_back": round(sum(r in back for r in rolled) / len(rolled), 4) if rolled else None,
-            "steps_again": round(statistics.fmean(r["steps_again"] for r in rolled), 1) if rolled else 0.0,
-            "batches_skipped": round(statistics.fmean(r["batches_skipped"] for r in rolled), 1) if rolled else 0.0,
-            "healthy_rolled_back": sum(
-                bool(r["rollbacks"]) for r in results if r["policy"] == policy and not r["kind"]
-            ),
-            "healthy_runs": sum(r["policy"] == policy and not r["kind"] for r in results),
-        }
-    return found

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.faults import figures as pictures
+from bench.faults import heal_score
 from bench.faults.kinds import HELD_OUT, KINDS, REPORT_SEEDS, TUNING_SEEDS
-from bench.faults.results import REAL
+from bench.faults.results import REAL, SPLITS, read_healed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "bench.md"
@@ -46,7 +47,7 @@ MORE = (
 
 
 def text(figures: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> str:
-    return "\n".join([*_made_with(about), "", *_bars(figures), "", *_sections(figures)])
+    return "\n".join([*_made_with(about), "", *_bars(figures), "", *_sections(figures), *healed(about)])
 
 
 def write(figures: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
@@ -75,6 +76,7 @@ def write(figures: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) ->
         "",
         *_what_costs(main),
         *_sections(figures),
+        *healed(about),
         *_beside_real_ranks(),
     ]
     PAGE.write_text("\n".join(lines) + "\n")
@@ -128,7 +130,8 @@ def _made_with(about: Mapping[str, Any]) -> list[str]:
     return [
         f"{split}: {known['runs']} runs, base seeds {', '.join(map(str, known['base_seeds']))}, "
         f"commit `{known['commit']}`, engine `{known['engine'][:12]}`  "
-        for split, known in about.items()
+        for split in SPLITS
+        if (known := about.get(split))
     ]
 
 
@@ -187,6 +190,47 @@ def _sections(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines += [_row(what, count) for what, count in one["false_alarm_kinds"].items()]
     if one["crashed_suspects"]:
         lines += ["", f"Suspects that crashed: {one['crashed_suspects']}"]
+    return lines
+
+
+HEALED_BARS = (
+    ("back", "back within 0.03 nats of the twin, held-out, of all", ">=", 0.95),
+    ("back_of_rolled_back", "the same, of those rolled back", "", 0.0),
+    ("runs", "runs with a true spike", "", 0.0),
+    ("rolled_back", "of them rolled back", "", 0.0),
+    ("steps_again", "steps done again, mean of those rolled back", "<=", 35.0),
+    ("batches_skipped", "batches skipped, mean of those rolled back", "<=", 30.0),
+    ("healthy_rolled_back", "healthy runs rolled back", "<=", 0.0),
+    ("healthy_runs", "healthy runs", "", 0.0),
+)
+
+
+def healed(about: Mapping[str, Any]) -> list[str]:
+    """What `python -m bench.faults heal` has stored, by policy."""
+    lines: list[str] = []
+    for split in SPLITS:
+        stored = read_healed(split)
+        if not stored:
+            continue
+        figures = heal_score.summary(stored)
+        what = (
+            f"`python -m bench.faults heal --split {split}`, commit `{about[f'healed-{split}']['commit']}`: each run "
+            "with a true spike goes on as long as its twin. `nothing`: nobody acts. `auto`: what `diagnose watch "
+            "--rollback auto` applies by itself. `asked`: a person also applies what it leaves to a person. A fault "
+            "goes away where a repair of the plan takes it away, or where it was a machine's passing trouble; else it "
+            "comes again."
+        )
+        lines += ["", f"## Brought back ({split} split)", "", *textwrap.wrap(what, 118), ""]
+        lines += [
+            _row("figure", "bar", *figures, "auto meets it"),
+            _row("---", "---", *("---:" for _ in figures), "---"),
+        ]
+        for key, words, comparison, bar in HEALED_BARS:
+            values = [figures[policy][key] for policy in figures]
+            bar_text = f"{comparison} {bar:g}" if comparison else ""
+            lines.append(_row(words, bar_text, *values, _met(figures["auto"][key], comparison, bar)))
+        lines += ["", _row("kind", "runs", *figures), _row("---", "---:", *("---:" for _ in figures))]
+        lines += [_row(kind, n, *back) for kind, n, back in heal_score.by_kind(stored, tuple(figures))]
     return lines
 
 

@@ -55,6 +55,11 @@ def write_healed(split: str, healed: Sequence[dict[str, Any]], folder: Path = FO
     path.write_text(json.dumps(known, indent=1) + "\n")
 
 
+def read_healed(split: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+    path = folder / f"healed-{split}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def read(split: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     path = folder / f"{split}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
