@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runhealth.diagnose.checkpoint_place import MANIFEST, look
+from runhealth.diagnose.plain_file import is_plain, read_text
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import PlanError, StoreError
@@ -55,8 +56,13 @@ def newest_plan(run_path: str) -> str:
     waiting = [
         path
         for path in folder.glob("*.json")
-        if not path.name.endswith((APPLY, APPLIED, FAILED)) and not path.name.startswith(".")
+        if not path.name.endswith((APPLY, APPLIED, FAILED)) and not path.name.startswith(".") and is_plain(path)
     ]
+    made = {_aim(plan) for plan in applied_plans(run_path)}
+    done = {path for path in waiting if made and (plan := _readable(path)) is not None and _aim(plan) in made}
+    if done and len(done) == len(waiting):
+        raise PlanError(f"{folder}: no plan to apply: {max(path.name for path in done)} was applied already")
+    waiting = [path for path in waiting if path not in done]
     if not waiting:
         raise PlanError(
             f"{folder}: no plan to apply; make one with `diagnose rollback plan --run {Path(run_path).name}`"
@@ -67,9 +73,10 @@ def newest_plan(run_path: str) -> str:
 def read_plan(path: str) -> RollbackPlan:
     """Raises PlanError when the file is missing or not a plan."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: expected a rollback plan, met {error}") from error
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        met = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(f"{path}: expected a rollback plan, met {met}") from error
     return RollbackPlan.loads(text, path)
 
 
@@ -77,10 +84,8 @@ def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
     """Check the preconditions against what is there now."""
     root = Path(run_path).resolve()
     exists, committed, trouble = look(root, run_name, plan.checkpoint_path)
-    failed = any(
-        earlier.incident == plan.incident and earlier.checkpoint_step == plan.checkpoint_step
-        for earlier in _kept(root, FAILED)
-    )
+    failed = _aim(plan) in map(_aim, _kept(root, FAILED))
+    made = _aim(plan) in map(_aim, _kept(root, APPLIED))
     return [
         Check(
             sentence=f"the plan belongs to run {run_name}",
@@ -100,12 +105,48 @@ def check(plan: RollbackPlan, run_name: str, run_path: str) -> list[Check]:
             holds=not failed,
             why=f"{PLANS}/ holds a failed plan for {plan.incident} and checkpoint {plan.checkpoint_step}",
         ),
+        Check(
+            sentence="no rollback to this checkpoint was made for this incident",
+            holds=not made,
+            why=f"{PLANS}/ holds an applied plan for {plan.incident} and checkpoint {plan.checkpoint_step}",
+        ),
     ]
 
 
 def applied_plans(run_path: str) -> list[RollbackPlan]:
     """The rollbacks that were made in this run, oldest first."""
     return _kept(Path(run_path), APPLIED)
+
+
+def waits(run_path: str) -> bool:
+    """Whether a plan was handed over that no supervisor has taken yet. A folder or pipe of that name is no plan."""
+    return any(is_plain(path) for path in (Path(run_path) / PLANS).glob(f"*{APPLY}"))
+
+
+def conclusion(plan: RollbackPlan, run_path: str) -> tuple[bool, str] | None:
+    """What became of a plan that was handed over: (True, "") once it is applied, (False, why) when the supervisor
+    refused it, None as long as it waits."""
+    root = Path(run_path)
+    if _aim(plan) in map(_aim, _kept(root, APPLIED)):
+        return True, ""
+    if _aim(plan) not in map(_aim, _kept(root, FAILED)):
+        return None
+    try:
+        why = read_text(root / PLANS / f"{plan.incident}.failed.txt").strip()
+    except (OSError, ValueError):
+        why = ""
+    return False, why or "it did not say why"
+
+
+def _aim(plan: RollbackPlan) -> tuple[str, int]:
+    return plan.incident, plan.checkpoint_step
+
+
+def _readable(path: Path) -> RollbackPlan | None:
+    try:
+        return read_plan(str(path))
+    except PlanError:
+        return None
 
 
 def _kept(root: Path, suffix: str) -> list[RollbackPlan]:
@@ -129,16 +170,23 @@ def live_supervisor(run_path: str) -> int | None:
     """The process id of the run's supervisor if one is at work: it holds the lock as long as it lives."""
     root = Path(run_path)
     try:
-        pid = int(parse_json((root / "supervisor.json").read_text(encoding="utf-8"))["pid"])
+        pid = int(parse_json(read_text(root / "supervisor.json"))["pid"])
         with open(root / "supervisor.lock", "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
-                os.kill(pid, 0)
-                return pid
+                return pid if _exists(pid) else None
             fcntl.flock(lock, fcntl.LOCK_UN)
             return None
-    except PermissionError:
-        return pid
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # somebody else's
+        return True
+    except OSError:
+        return False
+    return True

@@ -24,8 +24,11 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
+    """`replay`: a replay of the incident may settle what is in doubt."""
+
     act: Act
     why: str
+    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +61,24 @@ class Guard:
 
     def _may(self, finding: Finding, plan: RollbackPlan, applied: Sequence[RollbackPlan], *, since: int) -> Decision:
         again = [p for p in applied if abs(p.onset_step - finding.onset_step) <= SAME_ONSET_STEPS]
+        doubt = ""
+        if finding.verdict == UNDETERMINED:
+            doubt = "the cause is undetermined"
+        elif plan.probability < SURE:
+            doubt = f"the cause is only {plan.probability:.2f} likely, under {SURE}"
+        elif _disagrees(finding):
+            doubt = "the second opinion disagrees"
         if again:
             why = f"it came back after the rollback to checkpoint {again[-1].checkpoint_step:,}"
         elif len(applied) >= self.most:
             why = f"{len(applied)} rollbacks were made already"
         elif applied and since < self.cooldown_steps:
             why = f"the last rollback was {since:,} steps ago, under {self.cooldown_steps}"
-        elif finding.verdict == UNDETERMINED:
-            why = "the cause is undetermined"
-        elif plan.probability < SURE:
-            why = f"the cause is only {plan.probability:.2f} likely, under {SURE}"
-        elif _disagrees(finding):
-            why = "the second opinion disagrees: replay first"
+        elif doubt:
+            why = doubt
         else:
             return Decision(act=Act.APPLY, why=f"{finding.verdict} is {plan.probability:.2f} likely")
-        return Decision(act=Act.ASK, why=why)
+        return Decision(act=Act.ASK, why=why, replay=bool(doubt))
 
     @staticmethod
     def _is_lasting(finding: Finding) -> bool:

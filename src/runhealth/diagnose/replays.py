@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from runhealth.diagnose.plain_file import inside, read_text
 from runhealth.diagnose.plans import CHANGES
 from runhealth.storage.durable import write_whole
 from runhealth.storage.errors import CorruptDataError, ReplayError, StoreError
@@ -21,6 +22,7 @@ from runhealth.storage.jsontext import parse_json
 
 FOLDER, RESULT, LOCK = "replays", "result.json", ".lock"
 VERSION = 1
+MOST_TRIED = 8  # a file that lists more is none of ours
 VANISHED_BELOW = 0.7  # of the original score (docs/decisions/345)
 
 
@@ -85,22 +87,20 @@ class Replayed:
 
     @classmethod
     def from_json(cls, raw: object, where: str) -> "Replayed":
-        """Raises CorruptDataError for anything but what `to_json` writes."""
+        """Raises CorruptDataError for anything but what `to_json` writes: it is evidence, from anywhere."""
         try:
             if not isinstance(raw, dict) or raw.get("version") != VERSION:
                 raise TypeError(f"expected version {VERSION}")
-            fields = {key: raw[key] for key in cls.__dataclass_fields__}
-            tried = tuple(
-                Tried(**{**{key: one[key] for key in Tried.__dataclass_fields__}, "shards": tuple(one["shards"])})
-                for one in fields["tried"]
-            )
-            found = cls(**{**fields, "tried": tried, "parted_ranks": tuple(fields["parted_ranks"])})
-            numbers = [found.score, *(value for one in tried for value in (one.score, one.ratio))]
-            if not tried or tried[0].change != "as_is" or any(one.change not in CHANGES for one in tried):
+            tried = raw["tried"]
+            if not isinstance(tried, list) or not 0 < len(tried) <= MOST_TRIED:
+                raise TypeError(f"expected 1 to {MOST_TRIED} replays in tried")
+            fields = {**_fields(cls, raw), "tried": tuple(Tried(**_fields(Tried, one)) for one in tried)}
+            found = cls(**fields)
+            if found.tried[0].change != "as_is" or any(one.change not in CHANGES for one in found.tried):
                 raise TypeError("expected known changes, as_is first")
-            if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
-                raise TypeError("expected finite scores")
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise CorruptDataError(f"{where}: expected the result of a replay, met no {error}") from error
+        except (TypeError, ValueError, OverflowError) as error:
             raise CorruptDataError(f"{where}: expected the result of a replay, met {error}") from error
         return found
 
@@ -128,9 +128,15 @@ def read_all(run_path: str) -> tuple[tuple[Replayed, ...], tuple[str, ...]]:
         paths = []
     for path in paths:
         try:
-            found.append(Replayed.from_json(parse_json(path.read_text(encoding="utf-8")), str(path)))
-        except (OSError, ValueError) as error:
-            notes.append(f"a stored replay is not taken into account: {error}")
+            result = Replayed.from_json(parse_json(read_text(path)), str(path))
+            if result.incident != path.parent.name:
+                raise CorruptDataError(f"{path}: expected incident {path.parent.name}, met {result.incident!r}")
+            found.append(result)
+        except OSError as error:
+            notes.append(f"a stored replay is not taken into account: {path}: {error.strerror}")
+        except ValueError as error:
+            said = str(error) if isinstance(error, CorruptDataError) else f"{path}: {error}"
+            notes.append(f"a stored replay is not taken into account: {said}")
     return tuple(found), tuple(notes)
 
 
@@ -142,9 +148,12 @@ def claim(run_path: str, incident: str) -> Iterator[None]:
         ReplayError: another process is at it. StoreError: the folder cannot be written.
     """
     folder = folder_of(run_path, incident)
+    if not inside(folder, Path(run_path)):
+        raise StoreError(f"{folder}: expected a folder of the run, met a link to {folder.resolve()}; remove it first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held while the replay lasts
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        lock = open(descriptor, "r+")  # noqa: SIM115 - held while the replay lasts
     except OSError as error:
         raise StoreError(
             f"{folder}: cannot be written, and a replay keeps its telemetry there: {error.strerror}"
@@ -162,6 +171,42 @@ def claim(run_path: str, incident: str) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def _fields(owner: type, raw: object) -> dict[str, Any]:
+    """The fields that `owner` declares, each of its type; numbers finite, counts and steps not negative and below 2^63.
+    Raises KeyError, TypeError."""
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"expected an object, met {type(raw).__name__}")
+    found: dict[str, Any] = {}
+    for key, field in owner.__dataclass_fields__.items():  # type: ignore[attr-defined]
+        kind, value = field.type.__name__ if isinstance(field.type, type) else str(field.type), raw[key]
+        if kind.startswith("tuple["):
+            if key == "tried":
+                continue
+            item = kind.removeprefix("tuple[").split(",")[0]
+            if not isinstance(value, list | tuple) or not all(_is(item, one) for one in value):
+                raise TypeError(f"{key}: expected a list of {item}, {_met(value)}")
+            value = tuple(value)
+        elif not any(_is(one, value) for one in kind.split(" | ")):
+            raise TypeError(f"{key}: expected {kind}, {_met(value)}")
+        found[key] = value
+    return found
+
+
+def _is(kind: str, value: object) -> bool:
+    if isinstance(value, bool) or kind == "bool":
+        return isinstance(value, bool) and kind == "bool"
+    if kind == "int":
+        return isinstance(value, int) and 0 <= value < 1 << 63
+    if kind == "float":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, str) if kind == "str" else value is None
+
+
+def _met(value: object) -> str:
+    text = repr(value)
+    return f"met {text[:60]}{'…' if len(text) > 60 else ''}"
 
 
 def _finite(value: Any) -> Any:

@@ -44,6 +44,22 @@ def split_batch(x: object, y: object) -> tuple[Tensor | None, Tensor | None, boo
     return _tensor(x), _tensor(y), False
 
 
+def squared_lengths(x: object, lengths: Tensor | Sequence[int] | None) -> int | None:
+    """Sum of the squares of the sequences' lengths; None where neither they nor a mask of the batch are known.
+
+    A mask that is no matrix of zeros and ones (scores to be added, numbers of packed documents) tells no length."""
+    if lengths is not None:
+        known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        return sum(int(length) ** 2 for length in known)
+    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex() or not mask.numel():
+        return None
+    mask = on_host(mask)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return None
+    return int(mask.sum(1, dtype=torch.int64).square().sum())
+
+
 def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 

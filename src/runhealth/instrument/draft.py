@@ -35,6 +35,7 @@ class Draft:
     scalars: Scalars = field(default_factory=Scalars)
     promised: dict[str, Fetched] = field(default_factory=dict)
     losses: list[Fetched | float] = field(default_factory=list)
+    logits: list[Fetched] = field(default_factory=list)  # largest of each micro-batch
     phases_s: dict[str, float] = field(default_factory=dict)
 
     def layer(self, name: str) -> dict[str, Scalar]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from runhealth.instrument import world
 from runhealth.instrument.activations import ActivationProbe, chosen_modules
+from runhealth.instrument.attention import AttentionProbe
 from runhealth.instrument.batches import vocabulary_of
 from runhealth.instrument.clock import Clock
+from runhealth.instrument.collector import CollectionProbe
 from runhealth.instrument.draft import Draft, Probe
 from runhealth.instrument.gradients import GradientProbe
 from runhealth.instrument.guard import Latch
@@ -22,6 +24,7 @@ from runhealth.instrument.hooks import as_list, close_at_exit, weak_hook
 from runhealth.instrument.hyper import HyperProbe
 from runhealth.instrument.layers import layers_of
 from runhealth.instrument.memory import MemoryProbe
+from runhealth.instrument.moments import MomentProbe
 from runhealth.instrument.phases import Phase, Phases
 from runhealth.instrument.precision import LossScaleProbe, PrecisionProbe
 from runhealth.instrument.replicas import ReplicaProbe
@@ -49,7 +52,8 @@ class Monitor:
     scaler             a torch.amp.GradScaler, for loss_scale and step_skipped
     config             JSON values that describe the run, kept with it
     layers_every       cadence of the layer samples in steps, 0 for never; bursts of gradient are written anyway
-    updates_every      cadence of update_ratio and weight_norm, 0 for never (one transient copy of the parameters);
+    updates_every      cadence of update_ratio and weight_norm, 0 for never (one transient copy of the parameters),
+                       and of adam_rms and second_moment_norm where the optimizer is like Adam;
                        the optimizer's betas, eps and weight decay are written then, and whenever they change
     memory_every       cadence of the memory numbers, 0 for never
     replicas_every     cadence of param_checksum, 0 for never; several ranks with unsharded parameters only
@@ -108,15 +112,21 @@ class Monitor:
         layers = layers_of(model)
         self._gradients = GradientProbe(layers, layers_every, leader=leader, alone=alone, latch=self._latch)
         self._updates = UpdateProbe(layers, updates_every, leader=leader, latch=self._latch)
+        self._moments = MomentProbe(layers, updates_every, leader=leader, latch=self._latch)
         self._loss_scale = LossScaleProbe(scaler, leader=leader)
         self._hyper = HyperProbe(as_list(optimizer), updates_every, leader=leader)
+        self._attention = AttentionProbe(layers_every, self._latch)
+        self._collections = CollectionProbe(self._clock, self._phases)
         self._probes: list[Probe] = [
             self._gradients,
             self._updates,
+            self._moments,
             self._loss_scale,
             self._hyper,
+            self._collections,
             PrecisionProbe(model, layers_every),
             ActivationProbe(watched, layers_every, self._latch),
+            self._attention,
             MemoryProbe(memory_every),
             ReplicaProbe(model, replicas_every, layers_every, world_size=self.world_size),
         ]
@@ -171,7 +181,7 @@ class Monitor:
         """The loader's batches, with the time that each is waited for counted as t_data_s of the step it serves."""
         iterator = iter(loader)
         while True:
-            start_s = self._clock.perf_s()
+            start_s, collected_s = self._clock.perf_s(), self._collections.total_s
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -180,6 +190,7 @@ class Monitor:
             self._phases.add("data", waited_s)
             if self._draft is None:
                 self._waited_s += waited_s
+                self._collections.waited_s += self._collections.total_s - collected_s
             yield batch
 
     def phase(self, name: str) -> Phase:
@@ -242,6 +253,15 @@ class Monitor:
             from runhealth.instrument.ddp import watch
 
             watch(model, self._ddp, hook, state, averages=averages)
+
+    def attention_logits(
+        self, layer: str, query: Tensor, key: Tensor, *, scale: float | None = None, causal: bool = True
+    ) -> None:
+        """Record the largest absolute attention logit, for the model to call in its forward pass.
+
+        `query` (batch, heads, T, D) and `key` (batch, heads or a divisor of it, S, D) are what the attention gets, after
+        rotary positions; `scale` is 1/sqrt(D) by default. Of the first sequence the last 256 queries are looked at."""
+        self._attention.see(layer, query, key, scale, causal=causal)
 
     def event(self, kind: str, message: str = "", data: Mapping[str, object] | None = None) -> None:
         """Write a run event now. May be called from any thread."""
@@ -360,6 +380,7 @@ class Monitor:
                 probe.finish(draft)
         with self._latch.guard("step"):
             draft.phases_s = self._phases.take()
+            draft.phases_s["gc"] = draft.phases_s.get("gc", 0.0) + self._collections.step_s
             if "backward" in draft.phases_s and self._ddp is not None:
                 draft.phases_s["backward"] = max(0.0, draft.phases_s["backward"] - self._ddp.wait_s)
             if "wait" in draft.phases_s and self._ddp is not None:  # both, where stages are replicated
@@ -395,8 +416,9 @@ class Monitor:
         if draft is None or not self._active():
             return
         self._phases.measured("optimizer", self._clock.perf_s() - self._optimizer_start_s)
-        with self._latch.guard(self._updates.name), torch.no_grad():
-            self._updates.after_optimizer(draft, optimizer)
+        for probe in (self._updates, self._moments):
+            with self._latch.guard(probe.name), torch.no_grad():
+                probe.after_optimizer(draft, optimizer)
 
     def _active(self) -> bool:
         return not self._closed and world.forks() == self._forks

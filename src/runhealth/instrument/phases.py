@@ -33,12 +33,15 @@ class Phases:
             outer, outer_start_s, outer_inner_s = self._open[-1]
             self._open[-1] = (outer, outer_start_s, outer_inner_s + whole_s)
 
+    def is_open(self, name: str) -> bool:
+        return any(name == opened[0] for opened in self._open)
+
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def measured(self, name: str, seconds: float) -> None:
         """A part that was timed without the loop's help; what the loop itself times counts instead."""
-        if name not in self._by_loop and all(name != opened[0] for opened in self._open):
+        if name not in self._by_loop and not self.is_open(name):
             self.add(name, seconds)
 
     def take(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """One training step as the loop sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from runhealth.instrument.batches import (
     nonfinite_share,
     on_host,
     split_batch,
+    squared_lengths,
     token_statistics,
 )
 from runhealth.instrument.draft import BatchDraft, Draft
@@ -67,13 +68,16 @@ class Step:
         samples: int | None = None,
         shard_hash: int | None = None,
         manifest_hash: int | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
     ) -> None:
         """One micro-batch. Best called before the batch goes to the device: from there it has to be copied back.
 
         `x` (batch, T) holds token ids, `y` (batch, T) the next token of each position; other tensors are hashed, and of
         floating-point ones the share that is not finite is recorded. A mapping with `input_ids` and `labels` is
         understood too; its other tensors count among the floating-point inputs. Samples are numbered within `shard`,
-        bounds inclusive; `last_sample` follows from `first_sample` where it is left out.
+        bounds inclusive; `last_sample` follows from `first_sample` where it is left out. `lengths` in tokens, of the
+        sequences that attention sees apart (padding left out, documents in a packed row each for itself), are recorded as
+        the sum of their squares; where they are left out, a mapping's `attention_mask` (batch, T) of 0 and 1 gives them.
         """
         draft = self._draft
         if draft is None:
@@ -96,6 +100,9 @@ class Step:
                 values={},
             )
             draft.batches.append(batch)  # before the statistics: where they fail, the batch is still on record
+            squares = squared_lengths(x, lengths)
+            if squares is not None:
+                draft.values["sum_len_sq"] = draft.values.get("sum_len_sq", 0) + squares
             share = nonfinite_share([on_host(tensor) for tensor in floating_inputs(x)])
             if share is not None:
                 batch.values["nonfinite_share"] = share
@@ -109,11 +116,14 @@ class Step:
                 batch.values.update(token_statistics(inputs, labels, vocab_size=monitor._vocab_size, aligned=aligned))
 
     def logits(self, logits: Tensor) -> None:
-        """Record the largest absolute logit."""
+        """Record the largest absolute logit. Called for several micro-batches, the largest of all counts."""
+        draft = self._draft
+        if draft is None:
+            return
         with self._monitor._latch.guard("logits"), torch.no_grad():
             largest = largest_magnitude(logits)
             if largest is not None:
-                self.record("logit_max", largest)
+                draft.logits.append(draft.scalars.put(largest))
 
     def record(self, name: str, value: Tensor | float) -> None:
         """One number of this step under a name of the catalogue or a free one. Numbers of scope `global` are kept on

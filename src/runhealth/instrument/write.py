@@ -25,6 +25,9 @@ def step_records(draft: Draft, *, rank: int, ts_ns: int, dropped: Callable[[], i
     for name, promise in draft.promised.items():
         if promise.values:
             draft.values[name] = promise.value
+    logits = [promise.value for promise in draft.logits if promise.values]
+    if logits:
+        draft.values["logit_max"] = math.nan if any(map(math.isnan, logits)) else max(logits)
     for phase, seconds in draft.phases_s.items():
         draft.values[f"t_{phase}_s"] = seconds
 
