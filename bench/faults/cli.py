@@ -130,7 +130,7 @@ def _heal_base(cache: Path, plans: Sequence[tuple[RunPlan, bool]]) -> list[dict[
     return [
         heal.heal(cache, loaded, plan, policy, checkpoints, spiky=is_fault)
         for plan, is_fault in plans
-        for policy in (POLICIES if is_fault else POLICIES[1:])
+        for policy in (POLICIES if is_fault else POLICIES[-1:])
     ]
 
 

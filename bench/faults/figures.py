@@ -18,6 +18,7 @@ def all_of(figures: Mapping[str, Any]) -> dict[str, str]:
             ("detected", "detected and named"),
         ),
         "delays": delays(figures["kinds"]),
+        "abstaining": abstaining(figures["abstaining"]),
         "rules": rules(figures),
     }
 
@@ -52,6 +53,29 @@ def calibration(curve: Sequence[Mapping[str, Any]]) -> str:
         x, y = left + side * b["confidence"], top + side * (1 - b["accuracy"])
         body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{FIRST}" fill-opacity="0.7"/>')
     return _svg(left + side + 20, top + side + 26, "calibration", body)
+
+
+def abstaining(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """Accuracy over the share of detected runs that get an answer, one line a group."""
+    left, top, wide, high, floor = 50, 24, 360, 200, 0.5
+    body = [_text(left, 14, "right, by share of the detected runs that are answered")]
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x = left + wide * tick
+        body += [_line(x, top, x, top + high), _text(x, top + high + 16, f"{tick:g}", "middle")]
+    for tick in (0.5, 0.75, 1.0):
+        y = top + high * (1 - (tick - floor) / (1 - floor))
+        body += [_line(left, y, left + wide, y), _text(left - 6, y + 4, f"{tick:g}", "end")]
+    for at, (name, curve) in enumerate(curves.items()):
+        colour = (FIRST, SECOND)[at % 2]
+        places = [
+            (left + wide * p["answered"], top + high * (1 - (max(p["right"], floor) - floor) / (1 - floor)))
+            for p in curve
+        ]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        body.append(_text(left, top + high + 36 + 16 * at, f"■ {name}", colour=colour))
+    return _svg(left + wide + 20, top + high + 44 + 16 * len(curves), "abstaining", body)
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, float]], names: tuple[str, str]) -> str:

@@ -2,12 +2,13 @@
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.faults import figures as pictures
 from bench.faults import heal_score
+from bench.faults.costs import would_tell
 from bench.faults.kinds import HELD_OUT, KINDS, REPORT_SEEDS, TUNING_SEEDS
 from bench.faults.results import REAL, SPLITS, read_healed
 
@@ -114,12 +115,33 @@ def _what_costs(figures: Mapping[str, Any]) -> list[str]:
     missed = [name for name, g in figures["kinds"].items() if g["detected"] < 0.85]
     costs = (
         f"Named in under 85 % of the detected runs: {', '.join(f'`{name}`' for name in low) or 'none'}. Detected in "
-        f"under 85 % of the runs: {', '.join(f'`{name}`' for name in missed) or 'none'}. What would tell them apart: "
-        "the share of non-finite inputs of a batch (`nan_batch`), the cosine of each rank's gradient with the mean "
-        "(`sdc_sign`), the gradient norm before and after the reduce on each rank (`sdc_reduce`, `sdc_exponent`), "
-        "Adam's betas in the log (`wrong_beta2`). See docs/decisions/340-the-fault-bench.md."
+        f"under 85 % of the runs: {', '.join(f'`{name}`' for name in missed) or 'none'}."
     )
-    return ["## What costs the bars", "", *textwrap.wrap(costs, 118, break_on_hyphens=False), ""]
+    unseen = figures["abstaining"]["kinds never tuned on"]
+    tell = [_row(f"`{name}`", would_tell(name)) for name in sorted({*low, *missed})]
+    curve = (
+        "The curve below shows what abstaining buys: answers under a probability are taken back, from none (right) to "
+        f"those under 0.95 (left). Of the answers on kinds never tuned on {_share(unseen, 0.0)} are right, of those "
+        f"with p >= 0.7 {_share(unseen, 0.7)}, of those with p >= 0.9 {_share(unseen, 0.9)}."
+    )
+    return [
+        "## What costs the bars",
+        "",
+        *textwrap.wrap(costs, 118, break_on_hyphens=False),
+        "",
+        "| kind | what would tell it |",
+        "| --- | --- |",
+        *tell,
+        "",
+        *textwrap.wrap(curve, 118, break_on_hyphens=False),
+        "",
+        "![accuracy by share answered](images/bench-abstaining.svg)",
+        "",
+    ]
+
+
+def _share(curve: Sequence[Mapping[str, float]], p: float) -> str:
+    return next((f"{point['right']:.2f}" for point in curve if point["p"] == p), "none")
 
 
 def _span(seeds: range) -> str:

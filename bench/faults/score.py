@@ -217,6 +217,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "hashes_equal": share(sum(r["hash_live"] == r["hash_post"] for r in results), len(results)),
         "crashed_suspects": dict(Counter(name for r in results for one in r["final"] for name in one["crashed"])),
         "calibration": calibration_curve(points),
+        "abstaining": {"tuned kinds": abstaining(seen), "kinds never tuned on": abstaining(unseen)},
         "confusion": confusion(detected),
         "classes": by(faults, lambda r: r["truth"]["cause"]),
         "kinds": by(faults, lambda r: r["truth"]["kind"]),
@@ -278,6 +279,21 @@ def calibration_curve(points: Sequence[tuple[float, bool]]) -> list[dict[str, An
         }
         for at, found in sorted(bins.items())
     ]
+
+
+THRESHOLDS = (0.0, *(round(0.3 + 0.05 * step, 2) for step in range(14)))
+
+
+def abstaining(detected: Sequence[Result]) -> list[dict[str, float]]:
+    """What is right of the answers at or over a probability, and how many of the detected runs get one."""
+    points = [_point(r, answer_at(r)) for r in detected]
+    curve = []
+    for threshold in THRESHOLDS:
+        kept = [p[1] for p in points if p is not None and p[0] >= threshold]
+        if kept:
+            share_kept = round(len(kept) / len(points), 4)
+            curve.append({"p": threshold, "answered": share_kept, "right": round(sum(kept) / len(kept), 4)})
+    return curve
 
 
 def confusion(detected: Iterable[Result]) -> dict[str, dict[str, int]]:

@@ -1,5 +1,19 @@
 """What a run of the bench leaves behind: the records that the Monitor of a real run would have written. Never the truth
-about a fault."""
+about a fault.
+
+`python -m bench.faults real` names every signal that only one of the two has, and `docs/attach.md` says where each
+comes from. Of those here a loop has to record itself:
+
+- `t_comm_s`: no hook can tell the transfer from the waiting inside a collective; the trainer records it only where a
+  fault makes a transfer slow;
+- `stage`: the trainer records it in pipelines, where it means something;
+- `router_load_max`: the trainer records it of its own experts;
+- `sum_len_sq`: from lengths or a mask that the loop hands over; the trainer's sequences are all equally long.
+
+`mem_allocated_bytes` and `mem_reserved_bytes` are of an accelerator. The gain of each sample, whose `nonfinite_share`
+is written here always, is an input of the trainer only where a fault changes it. Layers are written every 5 steps here
+and every `layers_every` (10) steps in a real run, memory each step here and every 10 steps there.
+"""
 
 import gzip
 import json

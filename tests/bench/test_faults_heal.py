@@ -25,8 +25,8 @@ def test_back_is_within_the_band_and_a_lost_run_is_not_back():
             result("b", "auto", -0.031),
             result("c", "auto", None),
             result("d", "auto", 0.0, rolled=0),
-            result("e", "auto", 0.0, spiky=False, rolled=0),
-            result("f", "auto", 0.0, spiky=False),
+            result("e", "asked", 0.0, spiky=False, rolled=0),
+            result("f", "asked", 0.0, spiky=False),
         ]
     )["auto"]
     assert figures["runs"] == 4

@@ -159,3 +159,83 @@ def test_the_same_rollback_is_not_made_again_after_it_was_applied(judged, run, c
     out = capsys.readouterr().out
     assert "came back after the rollback" in out
     assert f"{plan.incident}.apply.json" not in plans(run)
+
+
+@pytest.fixture
+def supervised(run):
+    """The run while a supervisor is at work."""
+    (run / "supervisor.json").write_text(json.dumps({"pid": os.getpid()}))
+    with open(run / "supervisor.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield run
+
+
+def with_plan(judged, **changes):
+    report, finding = judged
+    plan = replace(finding.remedy.plan, **changes)
+    other = replace(finding, remedy=replace(finding.remedy, plan=plan))
+    return replace(report, findings=(other,))
+
+
+def test_what_was_left_to_a_person_is_applied_once_the_cause_is_sure(judged, supervised, capsys):
+    watcher = AutoRollback(Mode.AUTO, "made", str(supervised))
+    watcher.look(with_plan(judged, probability=0.85))
+    asked = capsys.readouterr().out
+    assert "0.85 likely" in asked
+    incident = judged[1].remedy.plan.incident
+    assert f"diagnose replay --run {supervised} --incident {incident} to settle it" in asked
+    assert f"diagnose rollback apply --run {supervised} {supervised}/plans/{incident}.json" in asked
+    watcher.look(judged[0])
+    assert "handed to the supervisor" in capsys.readouterr().out
+    assert plans(supervised) == [f"{incident}.apply.json", f"{incident}.json"]
+
+
+def test_a_watch_says_what_it_waits_for_and_what_became_of_it(judged, supervised, capsys):
+    report, finding = judged
+    plan = replace(finding.remedy.plan, run="made")
+    young = replace(finding, outcome=Outcome.ONGOING, onset_step=report.attempts[-1].last_step - 3, details={})
+    watcher = AutoRollback(Mode.AUTO, "made", str(supervised))
+    for _ in range(2):
+        assert watcher.look(replace(report, findings=(young,)))
+    assert capsys.readouterr().out.count("waits: it may come back within 20 steps") == 1
+    watcher.look(report)
+    assert "handed to the supervisor" in capsys.readouterr().out
+    folder = supervised / "plans"
+    (folder / f"{plan.incident}.apply.json").rename(folder / f"{plan.incident}.applied.json")
+    watcher.look(report)
+    out = capsys.readouterr().out
+    assert "a rollback of this attempt is under way" in out
+    assert "was made" not in out
+    newest = replace(report.attempts[-1], attempt=plan.attempt + 1, first_step=plan.checkpoint_step)
+    for _ in range(2):
+        watcher.look(replace(report, attempts=(*report.attempts, newest)))
+    out = capsys.readouterr().out
+    assert out.count("was made: attempt 1 begins at step") == 1
+
+
+def test_a_plan_that_the_supervisor_refused_is_told_with_its_reason(judged, supervised, capsys):
+    watcher = AutoRollback(Mode.AUTO, "made", str(supervised))
+    watcher.look(judged[0])
+    incident, folder = judged[1].remedy.plan.incident, supervised / "plans"
+    (folder / f"{incident}.apply.json").rename(folder / f"{incident}.failed.json")
+    (folder / f"{incident}.failed.txt").write_text("checkpoint \x1b[31mis damaged\n")
+    capsys.readouterr()
+    for _ in range(2):
+        watcher.look(judged[0])
+    assert capsys.readouterr().out.count("was refused by the supervisor: checkpoint \\x1b[31mis damaged") == 1
+
+
+def test_a_plan_that_waits_for_nobody_names_the_command(judged, run, capsys):
+    plan = replace(judged[1].remedy.plan, run="made")
+    (run / "plans").mkdir()
+    (run / "plans" / f"{plan.incident}.apply.json").write_text(plan.dumps())
+    AutoRollback(Mode.AUTO, "made", str(run)).look(judged[0])
+    assert "no supervisor is at work. Next: runhealth train --run made" in capsys.readouterr().out
+
+
+def test_a_rollback_that_is_not_asked_for_any_more_is_taken_back(judged, run, capsys):
+    watcher = AutoRollback(Mode.ASK, "made", str(run))
+    watcher.look(judged[0])
+    for _ in range(2):
+        watcher.look(replace(judged[0], findings=()))
+    assert capsys.readouterr().out.count("is not asked for any more") == 1

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,8 +16,10 @@ from runhealth.diagnose.cli import main
 from runhealth.diagnose.experiments import choose, evidence, own_test, probabilities, proven, with_replays
 from runhealth.diagnose.findings import Evidence, Finding, Outcome, Report, Severity, Status, SuspectResult
 from runhealth.diagnose.plans import CHANGES, ReplayOrder
+from runhealth.diagnose.port import ReplayProcess
 from runhealth.diagnose.replay import Inquiry, check_run, pick, start_of
-from runhealth.diagnose.replay_measure import compare, target_of
+from runhealth.diagnose.replay_cli import _told
+from runhealth.diagnose.replay_measure import compare, read_steps, target_of
 from runhealth.diagnose.replay_words import attach
 from runhealth.diagnose.replays import Replayed, Tried
 from runhealth.diagnose.report.json import finding_json
@@ -386,6 +390,33 @@ def test_a_replay_that_broke_off_has_no_score():
         target.score_of(record(last=41))
 
 
+def test_a_replay_that_lost_the_rank_where_it_happened_has_no_score():
+    """A full disk may take the telemetry of one rank; the others look healthy."""
+    target = target_of(finding(), record(odd=1))
+    played = record(odd=1)
+    assert target.score_of(played) > 0
+    del played[ONSET + 1][1]
+    with pytest.raises(ReplayError, match=f"step {ONSET + 1} of rank 1"):
+        target.score_of(played)
+
+
+def test_steps_that_an_attempt_went_back_over_are_not_its_record(tmp_path):
+    """Attempt 1 began at step 20 and has come to 29: what attempt 0 did from 20 on, it never saw."""
+    store = Store(str(tmp_path / "runs"))
+    made = store.create_run("r", CONFIG)
+    write(store.claim_attempt(made, "k").path, record(height=5.0), range(LAST + 1))
+    again = store.claim_attempt(made, "l")
+    for rank in range(2):
+        log = RankLog.create(again.path, rank)
+        values = {"loss": 1.5}
+        log.append([StepRecord(attempt=1, step=s, rank=rank, ts_ns=s, values=values) for s in range(20, 30)])
+        log.close()
+    with RunReader.open(made.path) as reader:
+        assert list(read_steps(reader, 15, LAST, 1)) == list(range(15, 30))
+        assert {rows[0]["loss"] for step, rows in read_steps(reader, 15, LAST, 1).items() if step >= 20} == {1.5}
+        assert list(read_steps(reader, 15, LAST, 0)) == list(range(15, LAST + 1))
+
+
 def test_bits_are_compared():
     played = {step: rows for step, rows in record().items() if step >= 30}
     match = compare(record(), played, ONSET)
@@ -488,6 +519,25 @@ def test_an_incident_must_exist_and_be_one_that_a_replay_answers():
 def test_a_run_without_a_config_is_refused(tmp_path):
     Store(str(tmp_path)).create_run("imported", {"format": "csv"})
     with RunReader.open("imported", str(tmp_path)) as reader, pytest.raises(ReplayError, match="an imported log"):
+        check_run(reader)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world": "x"},
+        {"world": 0},
+        {"world": True},
+        {"world": 1e300},
+        {"parallel": {"tp": "a"}},
+        {"parallel": {"pp": 0}},
+    ],
+)
+def test_numbers_of_the_config_are_checked_before_anything_is_trained(tmp_path, changes):
+    store = Store(str(tmp_path / "runs"))
+    made = store.create_run("r", {**CONFIG, **changes})
+    write(store.claim_attempt(made, "k").path, record(), range(3))
+    with RunReader.open(made.path) as reader, pytest.raises(ReplayError, match="as a number over 0"):
         check_run(reader)
 
 
@@ -604,3 +654,33 @@ def test_an_odd_rank_is_scored_by_the_gap_to_its_peers():
     target = target_of(finding("rank_outlier"), steps)
     assert target.score == pytest.approx(math.log(10.0))
     assert target.score_of(record(height=0.0)) == 0.0
+
+
+def test_a_minor_finding_is_shown_with_what_was_replayed():
+    made = result(tried(), tried("scheduled_lr", 0.1))
+    minor = replace(
+        attach(report_of(finding(verdict="lr_change", summary="long. " * 40)), (made,)).findings[0],
+        severity=Severity.INFO,
+    )
+    text = render_text(report_of(_told(minor)), Style(unicode=True, colour=False, width=110))
+    assert "the anomaly vanishes (loss 2 to 0.2 nats" in " ".join(text.split())
+    loud = replace(minor, severity=Severity.ERROR)
+    assert _told(loud) is loud
+
+
+def test_what_a_step_has_or_has_not_is_told_as_a_share():
+    made = result(
+        tried(score=1.0), tried("mask_shards", 0.0, score=0.0), channel="non_finite", unit="of the steps", score=1.0
+    )
+    assert experiments.outcome(made, made.tried[0]).endswith("comes back (non finite in 100 % of the scored steps)")
+    assert experiments.outcome(made, made.tried[1]).endswith("(non finite in 100 to 0 % of the scored steps)")
+
+
+def test_a_trainer_that_was_killed_is_not_said_to_have_told_why():
+    replay = ReplayProcess.__new__(ReplayProcess)
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    pipe = subprocess.PIPE
+    replay._child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    order = ReplayOrder(incident="i", name="n", attempt=0, change="as_is", checkpoint="c", stop_step=1)
+    with replay, pytest.raises(ReplayError, match=r"the trainer was killed \(signal 9\)$"):
+        replay.play(order)

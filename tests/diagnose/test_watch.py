@@ -153,6 +153,35 @@ def test_a_live_watch_tells_each_change_once(records_of, told, capfd):
     assert len(set(lines)) == len(lines)
 
 
+def test_a_clock_that_goes_back_does_not_blind_the_watch(records_of, told, monkeypatch):
+    """Whether the run is still at work is looked at anew, an hour earlier by the clock as it was before."""
+    looks = []
+    monkeypatch.setattr(
+        "runhealth.diagnose.watch.beyond_records", lambda report, _engine, now: looks.append(now) or report
+    )
+    times = iter([10**19, 10**19, 10**19 - 3600 * 10**9, *[10**19 - 3600 * 10**9 + n * 10**9 for n in range(5)]])
+    with pytest.raises(KeyboardInterrupt):
+        watch(
+            Growing(records_of(cause="benign", seed=150)),
+            INFO,
+            told(),
+            hook=None,
+            once=False,
+            interval_s=1.0,
+            fail_on="warning",
+            sleep=stop_after(5),
+            clock=lambda: next(times),
+        )
+    assert looks == [10**19 - 3600 * 10**9]
+
+
+def test_every_line_ends_a_sentence_before_it_says_what_is_next(records_of, told, capfd):
+    look(records_of(cause="bad_shard", seed=150), told())
+    lines = [line for line in capfd.readouterr().out.splitlines() if " Next: " in line]
+    assert lines
+    assert all(line.split(" Next: ")[0].endswith((".", "…")) for line in lines)
+
+
 def test_state_lies_beside_the_run_and_each_hook_has_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "run"

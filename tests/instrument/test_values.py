@@ -41,7 +41,7 @@ def test_norm_clip_update_and_rate_of_one_sgd_step(monitor_for: Make, log) -> No
     assert values["update_ratio"] == pytest.approx(0.1 * 2.0 / math.sqrt(5), rel=1e-5)
     assert values["nonfinite_count"] == 0
     assert log.layers(0)["weight"] == pytest.approx(
-        {"grad_norm": 5.0, "weight_norm": math.sqrt(5), "update_norm": 0.2}, rel=1e-5
+        {"grad_norm": 5.0, "grad_rms": 5.0 / math.sqrt(2), "weight_norm": math.sqrt(5), "update_norm": 0.2}, rel=1e-5
     )
 
 
@@ -165,7 +165,7 @@ def test_a_burst_has_its_layers_written_whatever_the_cadence(monitor_for: Make, 
             optimizer.step()
             optimizer.zero_grad()
     assert [step for step in range(1, 40) if log.layers(step)] == [30]
-    assert log.layers(30) == {"weight": {"grad_norm": 1000.0}}
+    assert log.layers(30) == {"weight": {"grad_norm": 1000.0, "grad_rms": 1000.0}}
 
 
 def test_phases_waiting_and_step_time(monitor_for: Make, log, time) -> None:  # type: ignore[no-untyped-def]
@@ -322,3 +322,21 @@ def test_events_and_checkpoints_are_written_at_once(monitor_for: Make, log) -> N
 def test_wrong_arguments_are_refused_before_training(monitor_for: Make, arguments: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         monitor_for(**arguments)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_with_a_loss_scale_non_finite_gradients_are_overflows(monitor_for: Make, log, scaled: bool) -> None:  # type: ignore[no-untyped-def]
+    model = _linear([1.0, 2.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    monitor = monitor_for(model=model, optimizer=optimizer, scaler=scaler)
+    for step, x in enumerate([[1.0, 1.0], [1.0, math.inf]]):
+        with monitor.step(step):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.tensor([x])).sum()).backward()
+            scaler.unscale_(optimizer)
+            monitor.clip_grad_norm_(model.parameters(), 1e9)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [record.values["nonfinite_count"] for record in log.steps] == [0, 1]
+    assert [record.values.get("overflow_count") for record in log.steps] == ([0, 1] if scaled else [None, None])

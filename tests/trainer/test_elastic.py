@@ -287,3 +287,23 @@ def test_a_node_that_fails_again_and_again_gives_way_to_a_spare_then_is_left_out
     grown = [e for e in found if e.kind == "world_changed"]
     assert [(e.step, e.message) for e in grown] == [(16, "the world grows back from 1 to 2 ranks")]
     assert RunState.read(run.path).world == 0
+
+
+def test_leave_to_shrink_that_could_never_be_used_is_refused_at_the_start(store: Store):
+    four = dataclasses.replace(BASE, data=dataclasses.replace(BASE.data, batch_size=8))
+    elastic.check_least(four, 2)
+    for least in (3, 4, 5):
+        with pytest.raises(ConfigError, match=rf"expected at most 2, .* 4 ranks, met {least}"):
+            elastic.check_least(four, least)
+    pipeline = dataclasses.replace(BASE, world=2, parallel=ParallelConfig(pp=2, microbatches=6))
+    with pytest.raises(ConfigError, match="cannot shrink: its 2 ranks are 1 data-parallel rank of 2"):
+        elastic.check_least(pipeline, 1)
+    with pytest.raises(ConfigError, match="--min-world"):
+        Supervisor(store, create(store, "run", four), min_world=4)
+
+
+def test_one_rank_is_one_rank():
+    found = elastic.shrink(dataclasses.replace(BASE, world=2), 1, 1, ())
+    assert found is not None
+    said = elastic.describe(dataclasses.replace(BASE, world=2), found.config)
+    assert said.startswith("the world shrinks from 2 to 1 rank: 1 data-parallel rank of 12 samples for 2 of 6")

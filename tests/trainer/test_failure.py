@@ -9,9 +9,11 @@ from runhealth.storage.records import RunEvent
 from runhealth.storage.store import Store
 from runhealth.storage.tail import RunTail
 from runhealth.trainer import failure, journal
+from runhealth.trainer.attempt import Attempt
 from runhealth.trainer.failure import Failure, RankExit, failure_of, read_errors, write_error
 from runhealth.trainer.flight_recorder import GroupState, RankTrace, behind, groups_of, read_traces, write_trace
 from runhealth.trainer.journal import Journal
+from runhealth.trainer.nodes import Report
 from runhealth.trainer.restarts import RestartPolicy
 
 GONE = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:5")
@@ -228,3 +230,24 @@ def test_a_full_disk_is_said_once_and_what_waits_is_written_later(tmp_path: Path
     assert (Path(run.path) / "supervisor.json").exists()
     assert said[1:] == ["the supervisor's own records are written again"]
     assert [getattr(record, "message", "") for record in RunTail(run.path).read()] == ["kept"]
+
+
+def test_a_suspended_rank_is_not_given_up_because_the_wall_clock_jumped(tmp_path: Path) -> None:
+    class OneRank:
+        """A node whose rank was suspended just now, by a wall clock that has jumped an hour since."""
+
+        living = frozenset({0})
+
+        def __init__(self) -> None:
+            self.pids = {0: 1}
+            self.reports = [Report(node="n0", kind="stopped", rank=0, ts_ns=1)]
+
+        def poll(self, _wait_s: float) -> list[Report]:
+            found, self.reports = self.reports, []
+            return found
+
+    attempt = Attempt(OneRank(), tmp_path / "a000.json", 1, 60.0, lambda _line: None)  # type: ignore[arg-type]
+    for _ in range(3):
+        attempt.look(0.0)
+    assert not attempt.failed
+    assert list(attempt.stopped) == [0]

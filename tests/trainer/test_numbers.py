@@ -235,12 +235,15 @@ def test_the_whole_trainer_reports_the_same_numbers_in_another_layout(
         one, world=4, parallel=ParallelConfig(kind="zero3", pp=2, tp=2, microbatches=2, recompute="selective")
     )
     signals = ("loss", "eval_loss", "grad_norm", "clip_coef", "update_ratio", "weight_norm", "lr", "consumed_samples")
+    signals += ("epoch", "logit_max", "attn_logit_max", "sum_len_sq")
     found = []
     for config in (one, other):
         info = train(f"world-{config.world}", config)
         with RunReader.open(info.name, store.root) as reader:
             columns = ", ".join(f"max({signal})" for signal in signals)
             found.append(reader.sql(f"SELECT step, {columns} FROM steps GROUP BY step ORDER BY step").rows())
+            lost = reader.sql("SELECT message FROM events WHERE kind = 'telemetry_lost'")
+            assert lost.rows() == []
     assert len(found[0]) == len(found[1]) == config.steps
     for expected, met in zip(*found, strict=True):
         assert [value is None for value in met] == [value is None for value in expected]

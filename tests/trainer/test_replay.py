@@ -279,3 +279,33 @@ def test_an_earlier_replay_of_the_name_gives_way(stage: Stage) -> None:
     assert not (Path(second.run_path) / "old").exists()
     assert second.checkpoint == str(Path(stage.run.path).resolve() / f"checkpoints/step-{FIRST:08d}")
     shutil.rmtree(Path(first.run_path).parents[1])
+
+
+def test_nothing_outside_the_run_is_removed(stage: Stage, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    home = Path(stage.run.path) / "replays" / "i"
+    home.mkdir(parents=True)
+    (home / "n").symlink_to(outside)
+    with pytest.raises(ConfigError, match="met a link to"):
+        stage.play(order())
+    (home / "n").unlink()
+    home.rmdir()
+    (outside / "n").mkdir()
+    (outside / "n" / "precious").write_text("mine")
+    home.symlink_to(outside)
+    with pytest.raises(ConfigError, match="met a link to"):
+        stage.play(order())
+    assert (outside / "precious").read_text() == (outside / "n" / "precious").read_text() == "mine"
+
+
+def test_an_earlier_replay_that_cannot_be_removed_is_an_answer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(stage.run.path) / "replays" / "i" / "n").mkdir(parents=True)
+
+    def denied(_path: Path) -> None:
+        raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(shutil, "rmtree", denied)
+    with pytest.raises(StoreError, match="cannot be removed: denied"):
+        stage.play(order())

@@ -34,24 +34,25 @@ class AutoRollback:
 
     def look(self, report: Report) -> bool:
         """Decide about every finding. What cannot be written is said and tried again at the next look. Returns whether
-        one of them is given time, so that more steps may change what is decided."""
+        one of them is given time or in the supervisor's hands, so that more steps may change what is to be said."""
         waits = False
         for finding in report.findings:
             if finding.remedy.plan is None:
                 continue
             plan = replace(finding.remedy.plan, run=self._run)
-            pending = applying.waits(self._path)
-            decision = self._guard.decide(finding, report, applying.applied_plans(self._path), pending=pending)
+            pending, applied = applying.waits(self._path), applying.applied_plans(self._path)
+            decision = self._guard.decide(finding, report, applied, pending=pending)
             if decision.act is Act.WAIT:
                 waits = True
-                self._wait(plan, decision.why, pending=pending)
+                under_way = pending or any(made.attempt >= finding.attempt for made in applied)
+                self._wait(plan, decision.why, under_way=under_way)
             elif decision.act in (Act.APPLY, Act.ASK):
                 try:
                     self._act(finding, plan, decision)
                 except (PlanError, StoreError) as error:
                     self._say(plan, f"no rollback for {finding.id}: {error}")
         self._conclude(report)
-        return waits
+        return waits or not self._handed.keys().isdisjoint(self._plans)
 
     def _act(self, finding: Finding, plan: RollbackPlan, decision: Decision) -> None:
         where, why = _where(plan), decision.why
@@ -84,18 +85,22 @@ class AutoRollback:
             command = f"diagnose replay --run {run} --incident {word(plan.incident)} to settle it, or {command}"
         self._say(plan, f"{where} is prepared: {why}. Next: {command}")
 
-    def _wait(self, plan: RollbackPlan, why: str, *, pending: bool) -> None:
-        if pending and self._mode is not Mode.DRY_RUN and applying.live_supervisor(self._path) is None:
+    def _wait(self, plan: RollbackPlan, why: str, *, under_way: bool) -> None:
+        if under_way and applying.live_supervisor(self._path) is None:
             why = f"{why}, and no supervisor is at work. Next: runhealth train --run {word(self._run)}"
         self._say(plan, f"{_where(plan)} waits: {why}")
 
     def _conclude(self, report: Report) -> None:
         """Say what became of the plans that were spoken of."""
         asks = {finding.remedy.plan.incident for finding in report.findings if finding.remedy.plan is not None}
+        newest = report.attempts[-1] if report.attempts else None
         for incident, plan in list(self._plans.items()):
             ended = applying.conclusion(plan, self._path)
             if ended is not None and ended[0]:
-                self._say(plan, f"{_where(plan)} was made; the run goes on from there")
+                if newest is None or newest.attempt <= plan.attempt:
+                    continue  # taken; no attempt has begun since
+                begins = f"attempt {newest.attempt} begins at step {newest.first_step:,}"
+                self._say(plan, f"{_where(plan)} was made: {begins}")
                 del self._plans[incident]
             elif ended is not None and incident in self._handed:
                 self._say(plan, f"{_where(plan)} was refused by the supervisor: {ended[1]}")

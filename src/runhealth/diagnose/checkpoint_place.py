@@ -28,10 +28,13 @@ def look(run_path: Path, run_name: str, checkpoint: str) -> tuple[bool, bool, st
     way of the answer, if something is. A path that leaves the place does not exist."""
     target = target_of(run_path)
     if not target or not is_remote(target):
-        root = (Path(target.removeprefix("file://")) / run_name if target else run_path).resolve()
-        folder = (root / checkpoint).resolve()
-        exists = folder.is_relative_to(root) and folder != root and folder.is_dir()
-        return exists, exists and (folder / MANIFEST).is_file(), ""
+        try:
+            root = (Path(target.removeprefix("file://")) / run_name if target else run_path).resolve()
+            folder = (root / checkpoint).resolve()
+            exists = folder.is_relative_to(root) and folder != root and folder.is_dir()
+            return exists, exists and (folder / MANIFEST).is_file(), ""
+        except (OSError, ValueError) as error:  # a name too long, or one that no file can have
+            return False, False, f"{checkpoint[:60]!r}: {error.strerror if isinstance(error, OSError) else error}"
     path = PurePosixPath(checkpoint)
     if path.is_absolute() or ".." in path.parts or not path.parts or "://" in checkpoint:
         return False, False, ""

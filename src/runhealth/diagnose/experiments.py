@@ -58,6 +58,7 @@ RATES: Mapping[str, Mapping[str, float | None]] = {
     "cap_logits": {"logit_growth": 0.67, "bad_shard": 0.0},
     "half_clip": {"clip_breach": 0.3, "bad_shard": None, "lr_change": None},
 }
+SHARE = "of the steps"  # the unit of a channel that a step has or has not
 REPLAYED = "replayed "  # claims of replays begin so
 WORDS: Mapping[str, str] = {
     "as_is": "as it was",
@@ -154,20 +155,28 @@ def claim(result: Replayed, one: Tried) -> str:
 
 def outcome(result: Replayed, one: Tried) -> str:
     """`in fp32, the anomaly vanishes (loss 2.31 to 0.18 nats over its level)`."""
-    channel = result.channel.replace("_", " ")
-    moved = f"{channel} {result.score:.2f} to {one.score:.2f} {result.unit} over its level"
     what = WORDS[one.change]
     if one.shards:
         what = f"with the rows of shard {', '.join(one.shards[:3])} masked"
     if one.change == "swap_lanes":
         how = "goes with the data" if one.vanished else "does not go with the data"
         return f"{what}, the anomaly {how}"
-    if one.change == "as_is":
+    control = one.change == "as_is"
+    if control:
         how = "does not come back" if one.vanished else "comes back"
-        moved = moved.replace(f"{result.score:.2f} to {result.score:.2f}", f"{result.score:.2f}")
     else:
         how = "vanishes" if one.vanished else "stays"
-    return f"{what}, the anomaly {how} ({moved})"
+    return f"{what}, the anomaly {how} ({_moved(result, one, short=control and not one.vanished)})"
+
+
+def _moved(result: Replayed, one: Tried, *, short: bool) -> str:
+    """From what to what: `loss 2.31 to 0.18 nats over its level`; `short` names one number where both are the same."""
+    channel = result.channel.replace("_", " ")
+    if result.unit == SHARE:
+        before, now = f"{100 * result.score:.0f}", f"{100 * one.score:.0f}"
+        return f"{channel} in {now if short and now == before else f'{before} to {now}'} % of the scored steps"
+    before, now = f"{result.score:.2f}", f"{one.score:.2f}"
+    return f"{channel} {now if short and now == before else f'{before} to {now}'} {result.unit} over its level"
 
 
 def fidelity(result: Replayed) -> str:

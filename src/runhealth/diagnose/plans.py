@@ -14,6 +14,7 @@ from runhealth.storage.errors import PlanError
 from runhealth.storage.jsontext import parse_json
 
 SCHEMA_VERSION = 1
+MOST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,20 @@ def _checked(owner: type, raw: object, where: str) -> dict[str, Any]:
             raise PlanError(f"{where}: expected {key} as {name}, met {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise PlanError(f"{where}: expected {key} as a finite number, met {value}")
+        if isinstance(value, int) and not -MOST_NUMBER <= value < MOST_NUMBER:
+            raise PlanError(f"{where}: expected {key} as a number of 64 bits, met one of {value.bit_length()}")
+        if isinstance(value, str) and not _is_text(value):
+            raise PlanError(f"{where}: expected {key} as text, met {value[:60]!r}")
     return dict(raw)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be a name on a disk: no NUL, no half of a surrogate pair. Whoever looks for such a file gets an
+    error of another kind than for one that is missing."""
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _tuple_of(owner: type, raw: object, where: str) -> tuple[Any, ...]:
@@ -218,6 +232,6 @@ def _tuple_of(owner: type, raw: object, where: str) -> tuple[Any, ...]:
 
 def _strings(raw: object, where: str) -> list[str]:
     raw = list(raw) if isinstance(raw, tuple) else raw
-    if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
+    if not isinstance(raw, list) or not all(isinstance(item, str) and _is_text(item) for item in raw):
         raise PlanError(f"{where}: expected a list of strings")
     return raw

@@ -47,7 +47,8 @@ class ReplayProcess:
             line = ""
         if not line:
             code = self._child.wait()
-            raise ReplayError(f"replay {order.name}: the trainer ended with exit code {code}; it has said why above")
+            how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}; it has said why above"
+            raise ReplayError(f"replay {order.name}: the trainer {how}")
         answer = parse_json(line)
         if "error" in answer:
             raise ReplayError(f"replay {order.name}: {answer['error']}")

@@ -91,6 +91,12 @@ def check_run(reader: RunReader) -> Mapping[str, object]:
             f"run {info.name!r} has no config of the trainer ({', '.join(missing)} missing): an imported log, or a loop"
             " of your own, cannot be trained again from here"
         )
+    parallel = info.config.get("parallel", {})
+    sizes = {"world": info.config["world"], **(parallel if isinstance(parallel, Mapping) else {})}
+    counts = {name: sizes.get(name, 1) for name in ("world", "tp", "pp")}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ReplayError(f"{info.path}/run.json: expected {name} in the config as a number over 0, met {count!r}")
     return info.config
 
 

@@ -5,9 +5,10 @@ import importlib.util
 from dataclasses import replace
 
 from runhealth.diagnose import replays
-from runhealth.diagnose.findings import Report
+from runhealth.diagnose.findings import Finding, Report, Severity
 from runhealth.diagnose.port import ReplayProcess
 from runhealth.diagnose.replay import Inquiry, check_run, pick
+from runhealth.diagnose.replay_words import sentence
 from runhealth.diagnose.report.forms import render
 from runhealth.diagnose.report.output import say, write_output
 from runhealth.diagnose.service import diagnose
@@ -36,6 +37,13 @@ def replay(args: argparse.Namespace) -> Report:
         others = [one for one in stored if one.incident != result.incident]
         after = diagnose(reader, results=(*others, result))
     mine = tuple(f for f in after.findings if f.replay is not None and f.replay.incident == result.incident)
-    shown = replace(after, findings=mine)
+    shown = replace(after, findings=mine if args.format == "json" else tuple(map(_told, mine)))
     write_output(render([shown], args.format, several=False, to_file=args.output is not None), args.output)
     return shown
+
+
+def _told(finding: Finding) -> Finding:
+    """A minor finding is shown in two lines; what was replayed is what was asked for."""
+    if finding.severity is not Severity.INFO or finding.replay is None:
+        return finding
+    return replace(finding, summary=sentence(finding.replay, finding))

@@ -38,19 +38,22 @@ CHANNELS: Mapping[str, tuple[str, str]] = {
 
 
 def read_steps(reader: RunReader, first: int, last: int, attempt: int | None = None) -> Steps:
-    """The rows of steps `first` to `last`, of the newest attempt up to `attempt` that has the step."""
+    """The rows of steps `first` to `last` as the attempt met them: each step of the newest attempt up to `attempt` that
+    has it. Where an attempt began, the steps that an older one had made from there on are of a past it never saw."""
     rows = reader.sql(
         "SELECT * FROM steps WHERE step BETWEEN ? AND ? AND attempt <= ? ORDER BY attempt, step, rank",
         (first, last, attempt if attempt is not None else 1 << 30),
     )
     found: Steps = {}
-    owner: dict[int, int] = {}
+    newest: int | None = None
     for row in rows.iter_rows(named=True):
         step, rank = row["step"], row["rank"]
-        if owner.get(step) != row["attempt"]:
-            found[step], owner[step] = {}, row["attempt"]
+        if row["attempt"] != newest:
+            newest = row["attempt"]
+            found = {older: ranks for older, ranks in found.items() if older < step}
+        ranks = found.setdefault(step, {})
         if rank >= 0:
-            found[step][rank] = row
+            ranks[rank] = row
     return dict(sorted(found.items()))
 
 
@@ -90,15 +93,22 @@ class Target:
     rank_baselines: Mapping[int, float]
     record_ranks: Mapping[int, float] = field(default_factory=dict)
     odd_rank: int | None = None
+    ranks: frozenset[int] = frozenset()  # that recorded the scored steps
 
     def excess(self, rows: Mapping[int, Row]) -> float:
         return _over(value_of(rows, self.channel), self.baseline)
 
     def score_of(self, played: Steps) -> float:
-        """Raises ReplayError if a step is missing: a replay that broke off proves nothing."""
-        missing = [step for step in self.steps if step not in played]
-        if missing:
-            raise ReplayError(f"expected step {missing[0]} in the replay, met none")
+        """Raises ReplayError if a step is missing, or a rank in it: a replay of which a part was lost proves nothing,
+        and the part that is left may well look healthy."""
+        for step in self.steps:
+            lost = sorted(self.ranks - played.get(step, {}).keys())
+            if lost or step not in played:
+                of = f" of rank {', '.join(map(str, lost))}" if lost else ""
+                raise ReplayError(
+                    f"expected step {step:,}{of} in the telemetry of the replay, met none: it was not written whole;"
+                    " is the disk full?"
+                )
         return sum(self.excess(played[step]) for step in self.steps) / len(self.steps)
 
     def rank_scores(self, played: Steps) -> dict[int, float]:
@@ -164,6 +174,7 @@ def target_of(finding: Finding, record: Steps) -> Target:
         score=sum(excesses[step] for step in scored) / len(scored),
         steps=scored,
         rank_baselines={rank: value for rank, value in rank_baselines.items() if math.isfinite(value)},
+        ranks=frozenset(rank for step in scored for rank in record[step]),
     )
     by_rank = target.rank_scores(record)
     return replace(target, record_ranks=by_rank, odd_rank=_odd(by_rank))

@@ -156,7 +156,7 @@ def claim(run_path: str, incident: str) -> Iterator[None]:
         lock = open(descriptor, "r+")  # noqa: SIM115 - held while the replay lasts
     except OSError as error:
         raise StoreError(
-            f"{folder}: cannot be written, and a replay keeps its telemetry there: {error.strerror}"
+            f"{folder}: cannot be written, and a replay keeps its telemetry there: {error.strerror or error}"
         ) from error
     with lock:
         try:

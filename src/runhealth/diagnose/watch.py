@@ -55,7 +55,8 @@ def watch(
             now_ns = clock()
             if came:
                 look_at_ns, still = now_ns + LIVENESS_NS, None
-            looked = info.format == "runhealth" and (once or now_ns >= look_at_ns)
+            due = not 0 < look_at_ns - now_ns <= LIVENESS_NS  # also where the clock went back
+            looked = info.format == "runhealth" and (once or due)
             if news or looked or once or (came and waits):
                 report = engine.report(info)
                 if looked:  # a run that has died or hangs writes nothing that could be news
@@ -105,7 +106,7 @@ def _tell(report: Report, told: Told, style: Style, hooks: HookRunner | None, le
         step = next_step(finding, report)
         word = NEW if change == NEW else "has changed"
         text = f"{title(finding)} {word}, onset {finding.onset_step:,}: {facts(finding)}"
-        text += f" Next: {step.command or step.sentence}"
+        text += f"{'' if text.endswith(('.', '…')) else '.'} Next: {step.command or step.sentence}"
         write_output(f"{style.mark(finding.severity)} {style.plain(text)}\n", None)
         if hooks is not None and finding.severity.level >= level:
             hooks.fire(finding, change)

@@ -5,6 +5,7 @@ Attention kernels do not keep their logits, so those of one sequence are worked 
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runhealth.instrument.draft import Draft, Probe
 from runhealth.instrument.guard import Latch
@@ -16,8 +17,13 @@ PIECE = 1 << 22  # logits that are held at a time
 
 
 class AttentionProbe(Probe):
-    """attn_logit_max each step, the largest over layers and micro-batches; `logit_max` by layer every `layers_every`
-    steps. Only forward passes with gradients count: an evaluation within the step is left out."""
+    """attn_logit_max each step, the largest over the layers; `logit_max` by layer every `layers_every` steps. Of each
+    layer the first forward pass with gradients counts: not an evaluation within the step, no later micro-batch, nor
+    what activation checkpointing makes again.
+
+    The model's own modes are off meanwhile: autocast would round the logits, and a checkpoint that keeps matrix
+    products would keep these, and take one for another.
+    """
 
     name = "attention"
 
@@ -35,13 +41,13 @@ class AttentionProbe(Probe):
 
     def see(self, layer: str, query: Tensor, key: Tensor, scale: float | None, *, causal: bool) -> None:
         """query (batch, heads, T, D), key (batch, key heads, S, D)."""
-        if not self._running or not torch.is_grad_enabled():
+        if not self._running or layer in self._largest or not torch.is_grad_enabled():
             return
-        with self._latch.guard(self.name), torch.no_grad():
-            largest = largest_logit(query, key, scale, causal=causal)
+        with self._latch.guard(self.name), torch.no_grad(), _disable_current_modes():
+            with torch.autocast(query.device.type, enabled=False):
+                largest = largest_logit(query, key, scale, causal=causal)
             if largest is not None:
-                known = self._largest.get(layer)
-                self._largest[layer] = largest if known is None else torch.maximum(known, largest)
+                self._largest[layer] = largest
 
     def collect(self, draft: Draft) -> None:
         self._running = False

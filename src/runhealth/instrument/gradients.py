@@ -40,6 +40,7 @@ class GradientProbe(Probe):
         self._clips: list[tuple[Fetched, float | Fetched]] = []
         self._norms: list[Fetched] = []  # what the optimizers saw, where nothing was clipped
         self._by_layer: list[tuple[list[str], Fetched]] = []
+        self._sizes: dict[str, int] = {}  # elements that these norms are of
         self._nonfinite: list[Fetched] = []
 
     def before_clip(
@@ -100,6 +101,8 @@ class GradientProbe(Probe):
                 if len(members) < len(graded):
                     norms = norms[torch.tensor([at for _, at in members], device=norms.device)]
                 self._by_layer.append(([name for name, _ in members], draft.scalars.put(norms)))
+                for name, at in members:
+                    self._sizes[name] = self._sizes.get(name, 0) + graded[at].numel()
 
     def _on_cadence(self, draft: Draft) -> bool:
         return draft.number % self._every == 0
@@ -133,6 +136,8 @@ class GradientProbe(Probe):
             draft.values["nonfinite_count"] = int(sum(fetched.value for fetched in self._nonfinite))
         if self._by_layer and (self._on_cadence(draft) or self._is_burst(norm)):
             fill_layer_norms(draft, "grad_norm", self._by_layer)
+            for name, size in self._sizes.items():
+                draft.layer(name)["grad_rms"] = draft.layer(name)["grad_norm"] / math.sqrt(max(1, size))
         self._recent.append(norm)
 
     def close(self) -> None:

@@ -15,21 +15,26 @@ from torch import Tensor
 from runhealth.instrument.draft import Draft, Probe
 from runhealth.instrument.guard import Latch
 from runhealth.instrument.scalars import Fetched
-from runhealth.instrument.tensors import is_sharded, l2_norms, plain
+from runhealth.instrument.tensors import l2_norms, plain
 
 LEAST_MOMENT = 1e-16  # v is at least this, the square of Adam's usual epsilon
-PIECE = 1 << 22  # elements that are worked on at a time: two pieces of 16 MiB are all the memory this takes
+PIECE = (
+    1 << 22
+)  # elements that are worked on at a time: a piece of 16 MiB (in half precision two) is all the memory this takes
 KEY = "exp_avg_sq"
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """Of one optimizer: by tensor with a gradient the layer, the elements and the sum of g^2 / v; the norm of each
-    second moment; what the loss scaler found, where the optimizer leaves a step out on its own."""
+    """Of one optimizer: layer and elements of each tensor with a gradient; the norms of g / sqrt(v) of its pieces, with
+    the numbers of the tensors that they are of; the norm of each second moment; what the loss scaler found, where the
+    optimizer leaves a step out on its own."""
 
     layers: list[str]
     sizes: list[int]
-    sums: Fetched
+    owners: list[int]
+    ratios: Fetched
     moments: Fetched
     found_inf: Fetched | None
 
@@ -75,12 +80,14 @@ class MomentProbe(Probe):
         pairs = [(plain(grad), plain(moment)) for _, grad, moment in graded if moment is not None]
         if not pairs:
             return
+        owners, ratios = _ratios(pairs)
         found = getattr(optimizer, "found_inf", None)
         self._readings.append(
             _Reading(
                 layers=[self._layers.get(id(p), "") for p, _, _ in graded],
                 sizes=[grad.numel() for grad, _ in pairs],
-                sums=draft.scalars.put(_sums(pairs)),
+                owners=owners,
+                ratios=draft.scalars.put(ratios),
                 moments=draft.scalars.put(l2_norms(moments)),
                 found_inf=draft.scalars.put(found) if isinstance(found, Tensor) else None,
             )
@@ -92,9 +99,11 @@ class MomentProbe(Probe):
             return
         worst: dict[str, float] = {}
         for reading in taken:
-            for layer, size, total in zip(reading.layers, reading.sizes, reading.sums.values, strict=True):
-                rms = math.sqrt(total / size)
-                worst[layer] = _larger(worst.get(layer, 0.0), rms)
+            squares = [0.0] * len(reading.sizes)
+            for at, norm in zip(reading.owners, reading.ratios.values, strict=True):
+                squares[at] += norm * norm
+            for layer, size, square in zip(reading.layers, reading.sizes, squares, strict=True):
+                worst[layer] = _larger(worst.get(layer, 0.0), math.sqrt(square / size))
         largest = 0.0
         for layer, rms in worst.items():
             largest = _larger(largest, rms)
@@ -112,7 +121,7 @@ def _missing(pairs: Sequence[tuple[Tensor, object]]) -> str:
     for grad, moment in pairs:
         if not isinstance(moment, Tensor):
             return "a tensor without a second moment here"
-        if is_sharded(grad) or is_sharded(moment):
+        if type(grad) not in _PLAIN or type(moment) not in _PLAIN:
             return "sharded tensors, or tensors of a class of their own"
         if grad.layout is not torch.strided or grad.is_complex() or moment.is_complex():
             return "sparse or complex tensors"
@@ -123,18 +132,21 @@ def _missing(pairs: Sequence[tuple[Tensor, object]]) -> str:
     return ""
 
 
-def _sums(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum of g^2 / max(v, LEAST_MOMENT) of each pair, float32 or float64 (len(pairs),), piece by piece."""
-    total: list[Tensor | None] = [None] * len(pairs)
+def _ratios(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[int], Tensor]:
+    """L2 norm of g / sqrt(max(v, LEAST_MOMENT)), piece by piece: which pair each piece is of, and the norms, (pieces,).
+
+    A gradient whose square overflowed into v has a ratio of 0, which is what Adam makes of it."""
+    owners: list[int] = []
+    norms: list[Tensor] = []
     for members, grads, moments in _pieces(pairs):
-        squares = list(torch._foreach_mul(grads, grads))
-        torch._foreach_div_(squares, list(torch._foreach_clamp_min(moments, LEAST_MOMENT)))
-        for at, part in zip(members, torch._foreach_norm(squares, 1), strict=True):
-            known = total[at]
-            total[at] = part if known is None else known + part
-    parts = [part for part in total if part is not None]
-    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
-    return torch.stack([part.to(parts[0].device, wide) for part in parts])
+        ratios = list(torch._foreach_clamp_min(moments, LEAST_MOMENT))
+        torch._foreach_sqrt_(ratios)
+        torch._foreach_reciprocal_(ratios)
+        torch._foreach_mul_(ratios, grads)
+        owners += members
+        norms += torch._foreach_norm(ratios, 2)
+    wide = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+    return owners, torch.stack([norm.to(norms[0].device, wide) for norm in norms])
 
 
 def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[int], list[Tensor], list[Tensor]]]:

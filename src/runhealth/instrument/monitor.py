@@ -114,6 +114,7 @@ class Monitor:
         self._updates = UpdateProbe(layers, updates_every, leader=leader, latch=self._latch)
         self._moments = MomentProbe(layers, updates_every, leader=leader, latch=self._latch)
         self._loss_scale = LossScaleProbe(scaler, leader=leader)
+        self._is_scaled = scaler is not None and scaler.is_enabled()
         self._hyper = HyperProbe(as_list(optimizer), updates_every, leader=leader)
         self._attention = AttentionProbe(layers_every, self._latch)
         self._collections = CollectionProbe(self._clock, self._phases)
@@ -259,8 +260,9 @@ class Monitor:
     ) -> None:
         """Record the largest absolute attention logit, for the model to call in its forward pass.
 
-        `query` (batch, heads, T, D) and `key` (batch, heads or a divisor of it, S, D) are what the attention gets, after
-        rotary positions; `scale` is 1/sqrt(D) by default. Of the first sequence the last 256 queries are looked at."""
+        `query` (batch, heads, T, D) and `key` (batch, heads or a divisor of it, S, D) are what the attention gets,
+        after rotary positions; `scale` is 1/sqrt(D) by default. Of the first sequence the last 256 queries are looked
+        at, once a step and layer. Not within a compiled region."""
         self._attention.see(layer, query, key, scale, causal=causal)
 
     def event(self, kind: str, message: str = "", data: Mapping[str, object] | None = None) -> None:
@@ -379,6 +381,8 @@ class Monitor:
             with self._latch.guard(probe.name):
                 probe.finish(draft)
         with self._latch.guard("step"):
+            if self._is_scaled and "nonfinite_count" in draft.values:  # a scaled gradient that overflowed
+                draft.values.setdefault("overflow_count", draft.values["nonfinite_count"])
             draft.phases_s = self._phases.take()
             draft.phases_s["gc"] = draft.phases_s.get("gc", 0.0) + self._collections.step_s
             if "backward" in draft.phases_s and self._ddp is not None:

@@ -75,9 +75,10 @@ class Step:
         `x` (batch, T) holds token ids, `y` (batch, T) the next token of each position; other tensors are hashed, and of
         floating-point ones the share that is not finite is recorded. A mapping with `input_ids` and `labels` is
         understood too; its other tensors count among the floating-point inputs. Samples are numbered within `shard`,
-        bounds inclusive; `last_sample` follows from `first_sample` where it is left out. `lengths` in tokens, of the
-        sequences that attention sees apart (padding left out, documents in a packed row each for itself), are recorded as
-        the sum of their squares; where they are left out, a mapping's `attention_mask` (batch, T) of 0 and 1 gives them.
+        bounds inclusive; `last_sample` follows from `first_sample` where it is left out. `lengths` in
+        tokens, of the sequences that attention sees apart (padding left out, documents in a packed row each for
+        itself), are recorded as the sum of their squares; where they are left out, a mapping's `attention_mask`
+        (batch, T) of zeros and ones gives them.
         """
         draft = self._draft
         if draft is None:

@@ -86,6 +86,7 @@ class Attempt:
         self._timeout_s, self._say = timeout_s, say
         self.exits: list[RankExit] = []
         self.stopped: dict[int, int] = {}  # rank -> when it was suspended, ns
+        self._stopped_s: dict[int, float] = {}  # the same on a clock that does not jump, of when we were told
         self.lost: dict[str, tuple[int, ...]] = {}
         self.detected_ns = 0
         self.named_ns = 0
@@ -108,13 +109,25 @@ class Attempt:
         codes = [e.code for e in self.exits if e.code != 0 and not e.ordered]
         return codes[0] if codes else int(self.failed)
 
+    def facts(self, failure: Failure, output: str) -> dict[str, object]:
+        """What the event of a failure holds."""
+        return {
+            "exit_code": self.code,
+            "output": output[-4000:],
+            "ranks": list(failure.ranks),
+            "cause": failure.kind,
+            "exits": {str(e.rank): e.code for e in self.exits if not e.ordered},
+            "detected_ns": self.detected_ns,
+            "named_ns": self.named_ns,
+        }
+
     def look(self, wait_s: float) -> bool:
         """Take in what the nodes report; returns whether a rank was started."""
         reports = self._nodes.poll(wait_s)
         for report in reports:
             self._take(report)
-        limit_ns = (self._timeout_s + STOPPED_SLACK_S) * 1e9
-        if not self.failed and any(time.time_ns() - since > limit_ns for since in self.stopped.values()):
+        latest_s = time.monotonic() - (self._timeout_s + STOPPED_SLACK_S)
+        if not self.failed and any(self._stopped_s[rank] < latest_s for rank in self.stopped):
             self.detected_ns = time.time_ns()
         return any(report.kind == "started" for report in reports)
 
@@ -171,6 +184,7 @@ class Attempt:
                 self.detected_ns = self.detected_ns or time.time_ns()
         elif report.kind == "stopped":
             self.stopped[report.rank] = report.ts_ns
+            self._stopped_s[report.rank] = time.monotonic()
             pid = self._nodes.pids.get(report.rank)
             self._say(f"rank {report.rank} is suspended (SIGSTOP); kill -CONT {pid} lets it go on")
         elif report.kind == "continued":

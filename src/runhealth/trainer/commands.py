@@ -96,6 +96,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     from runhealth.storage.store import check_run_name
+    from runhealth.trainer.elastic import check_least
     from runhealth.trainer.origin import begin_with, newest_of
     from runhealth.trainer.supervisor import check_nodes, create, require_torch
 
@@ -116,6 +117,8 @@ def _new_run(store: "Store", arguments: argparse.Namespace) -> "RunInfo":
     require_torch(config)
     check_faults(config)
     check_nodes(arguments.nodes, config)
+    if arguments.min_world is not None:
+        check_least(config, arguments.min_world)
     if arguments.fault:
         _check_fault_steps(config)
     taken = {run.name for run in store.runs()}

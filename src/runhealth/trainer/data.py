@@ -288,6 +288,10 @@ class BatchPlan:
     def streams(self) -> int:
         return self.world * self.data.batch_size // self.data.stream
 
+    @property
+    def epoch_steps(self) -> int:
+        return self.data.shards // self.streams * self.data.steps_per_visit
+
     def shard_of(self, step: int, stream: int) -> int:
         """The shard that this stream visits at this step when nothing is skipped. Raises ConfigError."""
         if not 0 <= stream < self.streams:

@@ -50,6 +50,24 @@ def shrink(config: TrainConfig, room: int, least: int, gone: Collection[int]) ->
     return None
 
 
+def check_least(config: TrainConfig, least: int) -> None:
+    """Raises ConfigError where a world could never shrink and keep so many ranks: better said now than when a rank is
+    lost."""
+    largest = shrink(config, config.world - 1, 1, ())
+    if largest is None:
+        together = config.parallel.tp * config.parallel.pp
+        raise ConfigError(
+            f"--min-world: this run cannot shrink: its {config.world} ranks are {config.dp} data-parallel"
+            f" {'rank' if config.dp == 1 else 'ranks'} of {together} for tensor and pipeline parallelism, and no fewer"
+            " data-parallel ranks divide the work"
+        )
+    if largest.config.world < least:
+        raise ConfigError(
+            f"--min-world: expected at most {largest.config.world}, the next smaller world of this run's"
+            f" {config.world} ranks, met {least}"
+        )
+
+
 def microbatches(config: TrainConfig, batch: int) -> int:
     """The fewest equal parts of `batch` rows that are no larger than a micro-batch is now."""
     parallel = config.parallel
@@ -84,7 +102,8 @@ def _with_faults(smaller: TrainConfig, config: TrainConfig, gone: Collection[int
 def describe(before: TrainConfig, after: TrainConfig) -> str:
     """One line for people."""
     samples = after.dp * after.data.batch_size
+    lanes = "1 data-parallel rank" if after.dp == 1 else f"{after.dp} data-parallel ranks"
     return (
-        f"the world shrinks from {before.world} to {after.world} ranks: {after.dp} data-parallel ranks of"
+        f"the world shrinks from {before.world} to {after.world} rank{'s' if after.world > 1 else ''}: {lanes} of"
         f" {after.data.batch_size} samples for {before.dp} of {before.data.batch_size}, the same {samples} a step"
     )

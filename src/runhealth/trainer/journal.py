@@ -11,7 +11,7 @@ from typing import Any
 
 from runhealth.storage.errors import StoreError
 from runhealth.storage.ranklog import RankLog, rank_folder
-from runhealth.storage.records import Record, RunEvent
+from runhealth.storage.records import CheckpointRecord, CheckpointStatus, Record, RunEvent
 from runhealth.trainer.launch import write_json
 
 RETRY_S = 5.0
@@ -107,3 +107,16 @@ class Journal:
         if self._log is not None and self._waiting:
             self._log.append(self._waiting)
             self._waiting = []
+
+
+def failed_record(attempt: int, step: int, path: str, reason: str) -> CheckpointRecord:
+    """A checkpoint that was not resumed from, and why."""
+    return CheckpointRecord(
+        attempt=attempt,
+        step=step,
+        rank=SUPERVISOR_RANK,
+        ts_ns=time.time_ns(),
+        path=path,
+        status=CheckpointStatus.FAILED,
+        reason=reason,
+    )

@@ -87,6 +87,7 @@ class RunState:
     `superseded` are checkpoints of a past that a rollback left; `applied` are (incident, checkpoint) pairs, so that
     the same rollback is never made twice. `origin` is the checkpoint of another run that this one began with, whole
     path or URL; empty for a run that began with nothing. `world`: the ranks that it has shrunk to; 0 for all.
+    `returning` is the checkpoint of a rollback that was accepted while no attempt has begun with it yet.
     """
 
     skips: SkipSet = field(default_factory=SkipSet)
@@ -95,6 +96,7 @@ class RunState:
     applied: tuple[tuple[str, str], ...] = ()
     origin: str = ""
     world: int = 0
+    returning: str = ""
 
     @classmethod
     def read(cls, run_path: str) -> "RunState":
@@ -110,8 +112,9 @@ class RunState:
                 applied=tuple((incident, checkpoint) for incident, checkpoint in raw["applied"]),
                 origin=str(raw.get("origin", "")),
                 world=int(raw.get("world", 0)),
+                returning=str(raw.get("returning", "")),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ConfigError(f"{path}: expected the trainer's state, met {type(error).__name__}: {error}") from error
 
     def write(self, run_path: str) -> None:
@@ -124,6 +127,7 @@ class RunState:
             "applied": [list(pair) for pair in self.applied],
             "origin": self.origin,
             "world": self.world,
+            "returning": self.returning,
         }
         try:
             write_json(path, raw)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from runhealth.trainer.evaluate import heldout_loss
 from runhealth.trainer.folders import join
 from runhealth.trainer.hooks import FaultHooks
 from runhealth.trainer.launch import PROGRESS_PREFIX, LaunchSpec
+from runhealth.trainer.model import Block
 from runhealth.trainer.numbers import Numbers
 from runhealth.trainer.parallel.engine import Engine
 from runhealth.trainer.precision.fp8 import Fp8Linear, scales
@@ -77,6 +79,9 @@ class Trainer:
         for replica in self.engine.replicas:
             hook = self.hooks.comm_hook() if self.engine.is_replicated else None
             self.monitor.watch_ddp(replica, hook, replica.process_group, averages=True)
+        for name, module in self.model.named_modules():
+            if isinstance(module, Block):
+                module.attention_watch = partial(self.monitor.attention_logits, name)
         self.engine.time_waiting(self._phase)
         self.numbers = Numbers(config, self.engine, self.optimizer)
         self.updates = ShardedUpdates(self.engine, 0 if self.engine.is_replicated else config.updates_every)
@@ -130,6 +135,7 @@ class Trainer:
             lr = self._set_learning_rate(step)
             record.record("lr", lr)
             record.record("consumed_samples", (step + 1) * self.config.dp * self.config.data.batch_size)
+            record.record("epoch", (step + 1) / self.plan.epoch_steps)
             watch = _Watch(self, record)
             self.hooks.stall(self.monitor, step, "forward", "backward")
             with self.numbers.watching():
@@ -212,6 +218,7 @@ class Trainer:
                     samples=len(samples),
                     shard_hash=shard.shard_hash,
                     manifest_hash=shard.manifest_hash,
+                    lengths=[self.config.data.seq_len] * len(samples),
                 )
 
     def _set_learning_rate(self, step: int) -> float:

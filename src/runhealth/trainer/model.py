@@ -17,6 +17,7 @@ from runhealth.trainer.precision.policy import autocast_dtype
 
 VOCABULARY = 256
 Recomputer = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
+AttentionWatch = Callable[[Tensor, Tensor], None]
 
 
 def _linear(config: ModelConfig, inputs: int, outputs: int) -> nn.Module:
@@ -24,7 +25,8 @@ def _linear(config: ModelConfig, inputs: int, outputs: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """`recomputer`, where it is set, calls the forward pass in the place of the block, keeping fewer activations."""
+    """`recomputer`, where it is set, calls the forward pass in the place of the block, keeping fewer activations.
+    `attention_watch` is called with the queries and keys, each [batch, heads, seq, dim], in each forward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,6 +34,7 @@ class Block(nn.Module):
         self.fused = config.fused
         self.autocast_dtype = autocast_dtype(config.precision)
         self.recomputer: Recomputer | None = None
+        self.attention_watch: AttentionWatch | None = None
         self.norm_attn = nn.RMSNorm(config.width)
         if config.fused:
             self.qkv = _linear(config, config.width, 3 * config.width)
@@ -72,7 +75,10 @@ class Block(nn.Module):
             )
         batch, _, seq, _ = q.shape
         cos, sin = cos[:seq], sin[:seq]
-        mixed = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if self.attention_watch is not None:
+            self.attention_watch(q, k)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, seq, -1)
 
     def _feed_forward(self, x: Tensor) -> Tensor:

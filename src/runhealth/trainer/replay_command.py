@@ -132,14 +132,16 @@ class Stage:
         before = self._checkpoint(order.before, spec, base) if order.before else ""
         data_path = data_folder(store_root, spec.config.data)
         if not (Path(data_path) / DATA_MANIFEST).is_file():
-            raise ConfigError(f"{data_path}: expected the run's training data, met none; a replay packs nothing")
+            raise ConfigError(
+                f"{data_path}: expected the run's training data, met none; a replay packs"
+                " nothing: bring this folder along from the store in which the run was trained"
+            )
         home = Path(run_path) / FOLDER / order.incident
         from runhealth.storage.store import Store, check_run_name
 
         for name in (order.incident, order.name):
             check_run_name(name)
-        if (home / order.name).exists():
-            shutil.rmtree(home / order.name)
+        _make_room(home / order.name, Path(run_path))
         store = Store(str(home))
         made = store.create_run(order.name, spec.config.to_json())
         claimed = store.claim_attempt(made, "replay")
@@ -168,7 +170,9 @@ class Stage:
                 f"{path}: missing; attempt {order.attempt} of run {self.run.name!r} was not started by `runhealth"
                 " train`, so there is nothing to play again"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except KeyError as error:
+            raise ConfigError(f"{path}: expected the launch of an attempt, met none of its field {error}") from error
+        except (OSError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"{path}: expected the launch of an attempt, met {error}") from error
 
     def _checkpoint(self, path: str, spec: LaunchSpec, base: str) -> str:
@@ -182,6 +186,20 @@ class Stage:
         except CheckpointError as error:
             raise CheckpointError(f"nothing is replayed from a checkpoint that fails verification: {error}") from error
         return whole
+
+
+def _make_room(folder: Path, run: Path) -> None:
+    """Remove what an earlier replay left there, which must lie in the run: a folder that came from somewhere may hold a
+    link to anything. Raises ConfigError, StoreError."""
+    if folder.is_symlink() or not folder.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"{folder}: expected a folder of the run, met a link to {folder.resolve()}; remove it first")
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder}: an earlier replay cannot be removed: {error.strerror}") from error
 
 
 def _say(line: str) -> None:

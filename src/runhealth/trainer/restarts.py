@@ -30,5 +30,6 @@ class RestartPolicy:
             where = f" at step {failure.step:,}" if failure.step >= 0 else ""
             return f"the same failure came {self.identical} times{where}; another restart would meet it again"
         if self.failures > self._max_restarts:
-            return f"the ranks failed {self.failures} times without a new checkpoint"
+            times = "once" if self.failures == 1 else f"{self.failures} times"
+            return f"the ranks failed {times} without a new checkpoint"
         return ""

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runhealth.diagnose.plans import RollbackPlan
 from runhealth.storage.errors import CheckpointError, PlanError, StoreError
@@ -16,6 +17,7 @@ from runhealth.trainer.data import shard_name
 from runhealth.trainer.folders import is_url, join
 from runhealth.trainer.launch import RunState
 
+PLAN_BYTES = 8_000_000  # a larger file is no plan, and would not fit into memory
 INCIDENT_BYTES = 200  # it becomes the name of a file
 PENDING, APPLIED, FAILED = ".apply.json", ".applied.json", ".failed.json"
 
@@ -43,6 +45,8 @@ def pending(run_path: str) -> list[Path]:
 def read_plan(path: str) -> RollbackPlan:
     """Raises PlanError."""
     try:
+        if (size := Path(path).stat().st_size) > PLAN_BYTES:
+            raise PlanError(f"{path}: expected a rollback plan of at most {PLAN_BYTES:,} bytes, met {size:,}")
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: expected a rollback plan, met {error}") from error
@@ -96,6 +100,7 @@ def check(plan: RollbackPlan, *, run: str, run_path: str, config: TrainConfig, s
             skips=skips,
             repairs=(*state.repairs, *(repair for repair in plan.repairs if repair not in state.repairs)),
             applied=(*state.applied, (plan.incident, path)),
+            returning=path,
         ),
     )
 
@@ -104,6 +109,30 @@ def leave_behind(state: RunState, base: str, step: int) -> RunState:
     """The state in which every checkpoint past `step` that is there now belongs to a past nobody resumes from."""
     left = [info.path for info in checkpoints.committed(base) if info.step > step]
     return replace(state, superseded=tuple(dict.fromkeys((*state.superseded, *left))))
+
+
+def unfinished(run_path: str, base: str, state: RunState) -> tuple[RunState, str, dict[str, Any]]:
+    """The state of a run whose supervisor ended after it had accepted a rollback and before an attempt began with it,
+    with the words and facts of the event. What the ranks saved in between is left behind now.
+
+    Raises:
+        CheckpointError: it is no checkpoint of the run, or fails verification.
+    """
+    path = state.returning
+    if path not in {info.path for info in checkpoints.committed(base)}:
+        raise CheckpointError(f"{path[:INCIDENT_BYTES]} is no checkpoint of this run")
+    step = checkpoints.verify(join(base, path)).step
+    incident = next((incident for incident, to in reversed(state.applied) if to == path), "")
+    for waiting in pending(run_path):
+        if waiting.name == f"{incident}{PENDING}":
+            with contextlib.suppress(StoreError):
+                conclude(waiting, APPLIED)
+    facts: dict[str, Any] = {"checkpoint_step": step, "incident": incident}
+    if incident and "/" not in incident:
+        with contextlib.suppress(PlanError):
+            facts = read_plan(str(Path(run_path) / "plans" / f"{incident}{APPLIED}")).to_json()
+    message = f"back to step {step} for {incident}: this rollback was accepted before, and nothing had begun with it"
+    return leave_behind(state, base, step), message, facts
 
 
 def conclude(path: Path, suffix: str, reason: str = "") -> None:

@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runhealth.storage.errors import ConfigError, MissingExtraError, PlanError, StoreError
+from runhealth.storage.errors import CheckpointError, ConfigError, MissingExtraError, PlanError, StoreError
 from runhealth.storage.publish import Publisher
-from runhealth.storage.records import CheckpointRecord, CheckpointStatus, EventKind
+from runhealth.storage.records import EventKind
 from runhealth.storage.store import RunInfo, Store
 from runhealth.trainer import checkpoints, elastic, rollback
 from runhealth.trainer.attempt import STOPPED_SLACK_S, Attempt, Listener, Output
 from runhealth.trainer.config import TrainConfig
 from runhealth.trainer.data import data_folder, pack
 from runhealth.trainer.failure import Failure
-from runhealth.trainer.journal import SUPERVISOR_RANK, Journal
+from runhealth.trainer.journal import Journal, failed_record
 from runhealth.trainer.launch import LaunchSpec, RunState, write_json
 from runhealth.trainer.lock import owned
 from runhealth.trainer.nodes import Nodes, environment_for
@@ -88,6 +88,8 @@ class Supervisor:
             if value < least:
                 raise ConfigError(f"--{name}: expected at least {least}, met {value}")
         check_nodes(nodes, self.config)
+        if min_world is not None:
+            elastic.check_least(self.config, min_world)
         self.state = RunState.read(run.path)
         self._base = checkpoints.base_of(self.config.checkpoint.target, run.name, run.path)
         self._failed_ns = 0  # when the last failure was found
@@ -242,6 +244,9 @@ class Supervisor:
         self._journal.begin(claimed.path)
         try:
             self._flush(claimed.attempt)
+            if self.state.returning:  # from here on the attempt itself tells where it began
+                self.state = replace(self.state, returning="")
+                self.state.write(self.run_path)
             with output_file as output:
                 self._output.begin(output)
                 attempt = Attempt(nodes, launch, self._current.world, self.config.timeout_s, self._tell)
@@ -315,8 +320,9 @@ class Supervisor:
 
     def _first_start(self, plan_file: str | None) -> tuple[str, bool]:
         """Where to begin: the plan's checkpoint, else the newest one that passes verification, else nothing."""
+        returning = self._unfinished()
         if plan_file is None:
-            return self._newest(), False
+            return (returning, True) if returning else (self._newest(), False)
         path = Path(plan_file)
         try:
             checked = self._check(plan_file)
@@ -334,6 +340,21 @@ class Supervisor:
             except OSError as error:
                 self._tell(f"{kept}: the plan is applied, but cannot be kept: {error.strerror}")
         return checked.checkpoint, True
+
+    def _unfinished(self) -> str:
+        """The checkpoint of a rollback that an earlier supervisor accepted and did not live to make."""
+        if not self.state.returning:
+            return ""
+        try:
+            self.state, message, facts = rollback.unfinished(self.run_path, self._base, self.state)
+        except CheckpointError as error:
+            self._tell(f"the rollback that was accepted cannot be made: {error}")
+            self.state = replace(self.state, returning="")
+        else:
+            self._events.append((EventKind.ROLLBACK, message, facts))
+            self._tell(f"rollback: {message}")
+        self.state.write(self.run_path)
+        return self.state.returning
 
     def _check(self, path: str) -> rollback.Rollback:
         plan = rollback.read_plan(path)
@@ -372,18 +393,7 @@ class Supervisor:
         for kind, message, data in self._events:
             self._journal.event(attempt, int(data.get("checkpoint_step", 0)), kind, message, data)
         self._journal.append(
-            [
-                CheckpointRecord(
-                    attempt=attempt,
-                    step=info.step,
-                    rank=SUPERVISOR_RANK,
-                    ts_ns=time.time_ns(),
-                    path=info.path,
-                    status=CheckpointStatus.FAILED,
-                    reason=reason,
-                )
-                for info, reason in self._failed_checkpoints
-            ]
+            [failed_record(attempt, info.step, info.path, reason) for info, reason in self._failed_checkpoints]
         )
         self._events, self._failed_checkpoints = [], []
 
@@ -395,15 +405,7 @@ class Supervisor:
         if not failure.ranks and text.strip():
             lines = f"; its last lines were\n{text}"
         self._tell(f"attempt {number} ended with exit code {attempt.code}: {failure.message}{lines}")
-        data = {
-            "exit_code": attempt.code,
-            "output": text[-4000:],
-            "ranks": list(failure.ranks),
-            "cause": failure.kind,
-            "exits": {str(e.rank): e.code for e in attempt.exits if not e.ordered},
-            "detected_ns": attempt.detected_ns,
-            "named_ns": attempt.named_ns,
-        }
+        data = attempt.facts(failure, text)
         step = max(0, failure.step)
         self._journal.event(number, step, EventKind.EXCEPTION, failure.message, data)
         if failure.kind in ("hang", "dead_rank"):

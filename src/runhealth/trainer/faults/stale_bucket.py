@@ -17,8 +17,8 @@ _SHARE = 0.7  # of the steps lose the race
 
 
 class StaleBucket(Fault):
-    """From `step` on, for `steps` steps (0: for good), in most of the steps the reduced gradients of the last share
-    `severity` of the parameters, those that are reduced first, are what the reduce gave in the step before."""
+    """From `step` on, for `steps` steps (0: for good), in most of the steps the last share `severity` of each bucket
+    of reduced gradients (without buckets: of the parameters) is what the reduce gave in the step before."""
 
     name = "stale_bucket"
 
@@ -27,8 +27,7 @@ class StaleBucket(Fault):
         if not 0 < severity <= 1:
             raise ConfigError(f"fault stale_bucket: expected 0 < severity <= 1, met {severity}")
         self.step, self.steps, self.severity = step, steps, severity
-        self._last: list[Tensor] = []
-        self._last_step = -1
+        self._last: dict[int, tuple[int, Tensor]] = {}  # bucket -> step, what the reduce gave
 
     def label(self) -> FaultLabel:
         return FaultLabel(
@@ -45,16 +44,26 @@ class StaleBucket(Fault):
             return False
         return step == self.step or random.Random(self.context.config.seed * 1_000_003 + step).random() < _SHARE
 
+    def reduced(self, step: int, bucket: int, buffer: "Tensor") -> None:
+        self._race(step, bucket, buffer, buffer.numel() - max(1, round(self.severity * buffer.numel())))
+
     def after_backward(self, step: int, model: "nn.Module") -> None:
+        if self.context.replicated:
+            return  # the buckets were met by `reduced`
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        first = len(gradients) - max(1, round(self.severity * len(gradients)))
+        for index, gradient in enumerate(gradients[first:], start=first):
+            self._race(step, index, gradient, 0)
+
+    def _race(self, step: int, key: int, now: "Tensor", first: int) -> None:
+        """Put the values of the step before in the place of those from element `first` on."""
         if step < self.step - 1:
             return
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        now = [gradient.clone() for gradient in gradients]
-        if self.loses(step) and self._last_step == step - 1:
-            first = len(gradients) - max(1, round(self.severity * len(gradients)))
-            for gradient, old in zip(gradients[first:], self._last[first:], strict=True):
-                gradient.copy_(old)
-        self._last, self._last_step = now, step
+        kept = now.clone()
+        at, last = self._last.get(key, (-1, kept))
+        if self.loses(step) and at == step - 1 and last.shape == now.shape:
+            now.view(-1)[first:] = last.view(-1)[first:]
+        self._last[key] = step, kept
 
 
 FAULT = StaleBucket
