@@ -263,16 +263,24 @@ def _beside_real_ranks() -> list[str]:
     stored = json.loads(REAL.read_text())
     what = (
         f"`python -m bench.faults real`: {stored['steps']} steps on {stored['ranks']} processes and simulated, commit "
-        f"`{stored['commit']}`. Largest relative difference of each signal over all steps and ranks."
+        f"`{stored['commit']}`. The largest relative difference of a signal over all steps and ranks, and the next "
+        "largest, of another."
     )
     lines = ["", "## The simulated ranks beside the real trainer", "", *textwrap.wrap(what, 118), ""]
-    names = list(stored["runs"][0]["largest_difference"])
-    lines += [_row("run", "batches equal", *names, "said of the real run", "said of the simulated one")]
-    lines += [_row("---", "---", *("---:" for _ in names), "---", "---")]
+    lines += ["| run | batches equal | largest | of | next | said of the real run | said of the simulated one |"]
+    lines += ["| --- | --- | ---: | --- | ---: | --- | --- |"]
     for run in stored["runs"]:
-        differences = [run["largest_difference"].get(name) for name in names]
+        worst = sorted(run["largest_difference"].items(), key=lambda item: -item[1])[:2]
+        (signal, largest), (_, second) = worst if worst else (("not compared", None), ("", None))
         verdicts = ["; ".join(run[key]) or "nothing" for key in ("verdicts_real", "verdicts_simulated")]
-        lines.append(_row(run["run"], "yes" if run["batches_equal"] else "**no**", *differences, *verdicts))
+        lines.append(_row(run["run"], "yes" if run["batches_equal"] else "**no**", largest, signal, second, *verdicts))
+    for key, words in (
+        ("in_both", "Recorded by both"),
+        ("only_real", "By the real run alone"),
+        ("only_simulated", "By the simulation alone (a run can have them, these on CPUs do not)"),
+    ):
+        names = ", ".join(f"`{name}`" for name in stored["signals"][key])
+        lines += ["", *textwrap.wrap(f"{words}: {names}.", 118, break_on_hyphens=False)]
     return lines
 
 
