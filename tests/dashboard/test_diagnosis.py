@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from runhealth.dashboard.diagnosis import LiveDiagnosis
-from runhealth.dashboard.live import LiveRun, ReadCache
+from runhealth.dashboard.live import EngineDiagnoser, LiveRun, ReadCache
 from runhealth.diagnose.findings import Report
-from runhealth.diagnose.service import diagnose
+from runhealth.diagnose.service import diagnose, verdict_hash
 from runhealth.storage.errors import StoreError
 from runhealth.storage.reader import RunReader
 from runhealth.storage.records import SourceInfo
@@ -141,3 +141,17 @@ def test_what_was_read_is_read_again_only_for_news_and_within_its_duty() -> None
     assert cache.get("view", two, read("d", 0.5)) == "d"
     assert cache.get("another", two, read("e", 0.5)) == "e"
     assert reads == ["a", "d", "e"]
+
+
+def test_a_run_that_has_ended_is_judged_alike_in_columns_and_as_it_grew(new_run: Callable[..., Any]) -> None:
+    made = new_run("spike", age_s=3600)
+    made.steps(0, 599, {400: 9.0, 401: 8.0})
+    made.event("attempt_end", step=599)
+    made.publish()
+    at_once, grown = (EngineDiagnoser(RunReader.open("spike")) for _ in range(2))
+    grown.update(ended=False)
+    reports = [diagnoser.update(ended=True) for diagnoser in (at_once, grown)]
+    for diagnoser in (at_once, grown):
+        diagnoser.close()
+    assert reports[0].findings
+    assert verdict_hash(reports[0]) == verdict_hash(reports[1])
