@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from runhealth.diagnose.plans import SkipRange
 from runhealth.storage.errors import ConfigError
 from runhealth.trainer.config import FaultSpec, TrainConfig
-from runhealth.trainer.data import BatchPlan
+from runhealth.trainer.data import BatchPlan, shard_name
 from runhealth.trainer.fault import Fault, FaultContext, create
 from runhealth.trainer.gain import Gain
 from runhealth.trainer.model import Transformer, build, next_byte_loss
+from runhealth.trainer.skips import SkipSet
 
 
 def make(config: TrainConfig, text: str, rank: int = 0) -> Fault:
@@ -105,10 +107,23 @@ def test_shifted_labels_are_one_position_off_on_their_share_of_rows(tiny, rows):
 
 
 def test_a_nan_batch_spoils_the_gain_of_some_samples_of_one_rank_in_one_step(tiny):
+    plan = BatchPlan(data=tiny.data, seed=tiny.seed, world=tiny.world)
     for rank, at, bad in ((1, 5, 3), (1, 6, 0), (0, 5, 0)):
-        gain = make(tiny, "nan_batch:step=5,rank=1,severity=3", rank=rank).gain(at, torch.ones(4))
+        fault = make(tiny, "nan_batch:step=5,rank=1,severity=3", rank=rank)
+        fault.parts(at, plan.batch(at, rank))
+        gain = fault.gain(at, torch.ones(4))
         assert gain.isnan().tolist() == [True] * bad + [False] * (4 - bad)
         assert gain[bad:].tolist() == [1.0] * (4 - bad)
+
+
+def test_a_nan_goes_with_its_sample(tiny):
+    plan = BatchPlan(data=tiny.data, seed=tiny.seed, world=tiny.world)
+    fault = make(tiny, "nan_batch:step=5,rank=1,severity=1", rank=1)
+    clean = plan.batch(5, 1)
+    bad = next(part.samples[part.positions.index(0)] for part in clean if 0 in part.positions)
+    skip = SkipRange(shard=shard_name(clean[0].shard), first_sample=bad, last_sample=bad)
+    fault.parts(5, dataclasses.replace(plan, skips=SkipSet().add([skip])).batch(5, 1))
+    assert fault.gain(5, torch.ones(4)).tolist() == [1.0] * 4
 
 
 def test_gains_multiply_their_own_samples_through_all_micro_batches_in_training_only(tiny, rows):
