@@ -7,6 +7,7 @@ same it begins where a shard begins, or shows in the mean over batches.
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 from runhealth.diagnose import observe, queries
 from runhealth.diagnose.case import Case
@@ -21,9 +22,10 @@ BEFORE_STEPS = 2
 INPUTS = "nonfinite_share"
 
 
-def signs(case: Case) -> list[Evidence]:
+@lru_cache(maxsize=1)  # several suspects of one walk ask for the same case
+def signs(case: Case) -> tuple[Evidence, ...]:
     """For the data as the cause; empty where nothing speaks for it."""
-    return [*_unlike(case), *_follows(case)]
+    return (*_unlike(case), *_follows(case))
 
 
 def against(case: Case, weight_nats: float) -> Iterator[Evidence]:

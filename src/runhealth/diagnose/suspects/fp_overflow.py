@@ -61,7 +61,8 @@ def investigate(case: Case) -> Iterator[Evidence]:
 
 def _upstream(case: Case, first: int, last: int) -> Iterator[Evidence]:
     """Whatever makes activations or gradients jump overflows a scale that was chosen for the ones before."""
-    over = next((f for f in case.between(first, last) if (f.total("overflow_count") or 0) >= _limit(case)), None)
+    limit = _limit(case)
+    over = next((f for f in case.between(first, last) if (f.total("overflow_count") or 0) >= limit), None)
     step = over.step if over is not None else last
     ratio = case.baseline("update_ratio")
     moved = case.first("update_ratio", 2.0 * ratio.center, first=step - 4, last=step - 1) if ratio.ready else None
