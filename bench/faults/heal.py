@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.faults import make, store, telemetry
+from bench.faults import make, store
 from bench.faults.corpus import DATA, Corpus
 from bench.faults.examine import SOURCE
 from bench.faults.plan import FORKS, TWIN_STEPS, RunPlan
@@ -51,10 +51,8 @@ class _Attended(make.Fork):
         self.policy, self.guard = policy, Guard()
         self.kept = {step: state for step, state in checkpoints.items() if step <= self.first}
         self.engine = Engine()
-        for fork in range(plan.scene.fork + 1):
-            base = cache / "bases" / f"{plan.scene.base}-{fork}.jsonl.gz"
-            for record in telemetry.read(base):
-                self.engine.feed_quietly(record)
+        for record in store.base_records(cache, plan.scene.twin):
+            self.engine.feed_quietly(record)
         self.read = 0
         self.applied: list[RollbackPlan] = []
         self.again = 0  # steps that rollbacks made to do again
@@ -95,7 +93,7 @@ class _Attended(make.Fork):
         for finding in report.findings:
             decision = self.guard.decide(finding, report, self.applied, pending=False)
             self._waits |= decision.act is Act.WAIT
-            again = any(abs(plan.onset_step - finding.onset_step) <= 10 for plan in self.applied)
+            again = any(plan.is_for(finding.onset_step) for plan in self.applied)
             if decision.act is Act.ASK:
                 self.why = decision.why
             if decision.act is Act.APPLY or (decision.act is Act.ASK and self.policy == "asked" and not again):

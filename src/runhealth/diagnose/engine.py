@@ -22,6 +22,7 @@ from runhealth.diagnose.history import History, decimate
 from runhealth.diagnose.incident import IncidentTracker
 from runhealth.diagnose.judge import settled, walk
 from runhealth.diagnose.persists import Limit, lasts, limit_of
+from runhealth.diagnose.plans import SAME_INCIDENT_STEPS
 from runhealth.diagnose.report.json import attempt_json, finding_json
 from runhealth.diagnose.rollback import Planner, wants_rollback
 from runhealth.diagnose.suspect import Suspect, load_suspects, would_tell
@@ -43,7 +44,6 @@ NEARBY_STEPS = 8
 CURVE_BEFORE_STEPS = 40
 KEY_SIGNALS = ("loss", "grad_norm", "lr", "update_ratio", "grad_norm_rank", "token_entropy")
 MOST_SHARDS = 64  # named in a finding
-CAUSE_STEPS = 10  # an onset so close to that of an earlier rollback is the same incident again
 
 
 class _Judged:
@@ -377,7 +377,7 @@ class Engine:
         for tracked in (*self._tracker.closed, *self._tracker.open):
             for event in rollbacks:
                 onset, step = event.data.get("onset_step"), event.data.get("checkpoint_step")
-                same = isinstance(onset, int) and abs(onset - tracked.onset_step) <= CAUSE_STEPS
+                same = isinstance(onset, int) and abs(onset - tracked.onset_step) <= SAME_INCIDENT_STEPS
                 if same and isinstance(step, int) and event.attempt <= tracked.attempt:
                     vain.setdefault(tracked.id, set()).add(step)
         seconds = [float(v) for f in history.frames if (v := f.largest("t_step_s")) is not None]

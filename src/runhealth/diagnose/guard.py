@@ -12,7 +12,6 @@ from runhealth.diagnose.findings import UNDETERMINED, Finding, Outcome, Report, 
 from runhealth.diagnose.plans import RollbackPlan
 
 SURE = 0.9  # answers at least so probable are right in 98 of 100 cases (docs/bench.md)
-SAME_ONSET_STEPS = 10  # an onset so close to that of an earlier rollback is the same incident again
 
 
 class Act(StrEnum):
@@ -60,7 +59,7 @@ class Guard:
         return self._may(finding, plan, applied, since=last_step - newest.first_step)
 
     def _may(self, finding: Finding, plan: RollbackPlan, applied: Sequence[RollbackPlan], *, since: int) -> Decision:
-        again = [p for p in applied if abs(p.onset_step - finding.onset_step) <= SAME_ONSET_STEPS]
+        again = [p for p in applied if p.is_for(finding.onset_step)]
         doubt = ""
         if finding.verdict == UNDETERMINED:
             doubt = "the cause is undetermined"

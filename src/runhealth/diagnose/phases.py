@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from runhealth.diagnose import queries
 from runhealth.diagnose.case import Case
+from runhealth.diagnose.findings import Evidence
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
 from runhealth.storage.records import Scalar
@@ -156,3 +158,19 @@ def rank_excess(frame: Frame, rank: int) -> float | None:
         return None
     others = median([s for r, s in times.items() if r != rank])
     return times[rank] / others - 1 if others > 0 else None
+
+
+def beside_compute(case: Case) -> Iterator[Evidence]:
+    """What compute did while something else took longer: a cause that lies elsewhere leaves it as it was."""
+    compute = extra(case, COMPUTE)
+    if compute is None:
+        return
+    normal = compute.share < 0.3
+    yield Evidence(
+        claim="compute took as long as ever" if normal else f"compute grew too, by {compute.seconds:.3g} s",
+        weight_nats=1.5 if normal else -1.0,
+        steps=compute.steps,
+        value=compute.value_s,
+        baseline=compute.usual_s,
+        query=queries.phases("max", COMPUTE, case.incident.attempt, *compute.steps),
+    )

@@ -14,6 +14,7 @@ from runhealth.storage.errors import PlanError
 from runhealth.storage.jsontext import parse_json
 
 SCHEMA_VERSION = 1
+SAME_INCIDENT_STEPS = 10  # an onset so close to that of an earlier rollback is the same incident again
 MOST_NUMBER = 1 << 63
 
 
@@ -84,6 +85,10 @@ class RollbackPlan:
     rejected: tuple[RejectedCheckpoint, ...] = ()
     cost: Cost
     preconditions: tuple[str, ...] = ()
+
+    def is_for(self, onset_step: int) -> bool:
+        """Whether an incident with that onset is the one that this plan answers, come again."""
+        return abs(self.onset_step - onset_step) <= SAME_INCIDENT_STEPS
 
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}

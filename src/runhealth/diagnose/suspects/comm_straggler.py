@@ -32,17 +32,7 @@ def investigate(case: Case) -> Iterator[Evidence]:
     )
     if not much:
         return
-    compute = phases.extra(case, phases.COMPUTE)
-    if compute is not None:
-        normal = compute.share < 0.3
-        yield Evidence(
-            claim="compute took as long as ever" if normal else f"compute grew too, by {compute.seconds:.3g} s",
-            weight_nats=1.5 if normal else -1.0,
-            steps=compute.steps,
-            value=compute.value_s,
-            baseline=compute.usual_s,
-            query=queries.phases("max", phases.COMPUTE, case.incident.attempt, *compute.steps),
-        )
+    yield from phases.beside_compute(case)
     if some_ranks and len(transfer.ranks) > 1:
         yield Evidence(
             claim=f"on the ranks {', '.join(map(str, transfer.ranks[:8]))} of one group alike",

@@ -31,17 +31,8 @@ def investigate(case: Case) -> Iterator[Evidence]:
         baseline=wait.usual_s,
         query=queries.steps("max", "t_data_s", case.incident.attempt, *wait.steps),
     )
-    compute = phases.extra(case, phases.COMPUTE)
-    if much and compute is not None:
-        normal = compute.share < 0.3
-        yield Evidence(
-            claim="compute took as long as ever" if normal else f"compute grew too, by {compute.seconds:.3g} s",
-            weight_nats=1.5 if normal else -1.0,
-            steps=compute.steps,
-            value=compute.value_s,
-            baseline=compute.usual_s,
-            query=queries.phases("max", phases.COMPUTE, case.incident.attempt, *compute.steps),
-        )
+    if much:
+        yield from phases.beside_compute(case)
 
 
 SUSPECT = Suspect(
