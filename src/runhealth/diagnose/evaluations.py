@@ -2,9 +2,11 @@
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from runhealth.diagnose.findings import Alarm
 from runhealth.diagnose.frame_block import FrameBlock
 from runhealth.diagnose.frames import Frame
 from runhealth.diagnose.robust import median
@@ -32,12 +34,23 @@ class Evaluations:
             self._train.popleft()  # the next one is compared with the rows from here on
         return float(evaluation)
 
-    def rows(self, block: FrameBlock) -> list[int]:
-        """The rows of a block that may add a point."""
+    def walk(
+        self, block: FrameBlock, update_rows: Callable[[FrameBlock, Sequence[int]], list[tuple[int, Alarm]]]
+    ) -> list[tuple[int, Alarm]]:
+        """The alarms of a block: `update_rows` is asked for rows with an evaluation, of the others the losses are
+        taken in."""
         evaluation = block.get("eval_loss")
-        return np.flatnonzero(np.isfinite(evaluation.values)).tolist() if evaluation is not None else []
+        rows = np.flatnonzero(np.isfinite(evaluation.values)).tolist() if evaluation is not None else []
+        found: list[tuple[int, Alarm]] = []
+        at = 0
+        for row in rows:
+            self._take_losses(block, at, row)
+            found.extend(update_rows(block, (row,)))
+            at = row + 1
+        self._take_losses(block, at, len(block))
+        return found
 
-    def take_losses(self, block: FrameBlock, start: int, stop: int) -> None:
+    def _take_losses(self, block: FrameBlock, start: int, stop: int) -> None:
         """Take in the rows from `start` to before `stop`, none of which has an evaluation."""
         logs = block.log_loss
         if logs is not None:

@@ -10,6 +10,7 @@ from runhealth.diagnose.lastgood import choose
 from runhealth.diagnose.plans import Cost, Repair, RollbackPlan, SkipRange
 from runhealth.diagnose.robust import median
 from runhealth.diagnose.suspect import Suspect, load_suspects
+from runhealth.diagnose.tracked import CAUSAL_KINDS
 from runhealth.diagnose.verdicts import is_over
 from runhealth.storage.errors import PlanError
 from runhealth.storage.records import BatchRecord
@@ -19,17 +20,6 @@ GAP_STEPS = 4  # outliers so far apart belong to one stretch of bad data
 MARGIN_STEPS = 2
 VISIT_GAP_STEPS = 32  # bad batches of one shard so far apart are of one visit
 NOT_NEEDED = "training came back by itself: this plan is possible, not needed"
-PLANNED_KINDS = (
-    "loss_spike",
-    "loss_divergence",
-    "non_finite",
-    "loss_scale_collapse",
-    "fp_overflow",
-    "clip_breach",
-    "update_jump",
-    "gradient_spike",
-    "data_corrupt",
-)
 
 
 def build_plan(report: Report, incident: str | None, source: RecordSource) -> RollbackPlan:
@@ -39,11 +29,11 @@ def build_plan(report: Report, incident: str | None, source: RecordSource) -> Ro
         PlanError: no such incident, or no plan for it; the message says why.
     """
     name = source.describe().name
-    candidates = [f for f in report.findings if f.kind in PLANNED_KINDS]
+    candidates = [f for f in report.findings if f.kind in CAUSAL_KINDS]
     if incident is not None:
         candidates = [f for f in candidates if f.id == incident or f.details.get("incident") == incident]
         if not candidates:
-            known = ", ".join(f.id for f in report.findings if f.kind in PLANNED_KINDS) or "none"
+            known = ", ".join(f.id for f in report.findings if f.kind in CAUSAL_KINDS) or "none"
             raise PlanError(f"{name}: no incident {incident!r} that a rollback could answer; known are: {known}")
     if not candidates:
         raise PlanError(f"{name}: nothing was found that a rollback could answer")

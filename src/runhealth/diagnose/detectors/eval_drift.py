@@ -66,14 +66,7 @@ class EvalDrift(Detector):
         ]
 
     def update_block(self, block: FrameBlock) -> list[tuple[int, Alarm]]:
-        found: list[tuple[int, Alarm]] = []
-        at = 0
-        for row in self._evaluations.rows(block):
-            self._evaluations.take_losses(block, at, row)
-            found.extend(self.update_rows(block, (row,)))
-            at = row + 1
-        self._evaluations.take_losses(block, at, len(block))
-        return found
+        return self._evaluations.walk(block, self.update_rows)
 
 
 DETECTOR = EvalDrift
